@@ -25,6 +25,7 @@ from tests.end_to_end.command import (
     write_config,
     write_corpus,
 )
+from tests.in_process import Capture, called, refused
 from tests.waiting import within
 
 TRAIN = ["-m", "braid", "train"]
@@ -113,26 +114,49 @@ def test_a_profile_and_the_run_take_the_same_processes(
     nothing_left(tmp_path)
 
 
-REFUSED = {
-    "": "the layout has 2 ranks (parallel.dp=1, parallel.tp=2|torchrun has started 3 processes; start 2",
-    "--launcher ray": "cluster.launcher='ray' starts its own ranks|leave cluster.launcher out",
-    "--set parallel.dp=x": "parallel.dp='x'",
-    "--set elastic.max_ranks=4": "elastic.max_ranks=4: torchrun's processes do not come and go",
-    "--resume": "there is no run|start it without --resume",
-    "--oops": "braid train has no option --oops",
-}
-
-
-@pytest.mark.parametrize("call", REFUSED)
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (
+            "",
+            "the layout has 2 ranks (parallel.dp=1, parallel.tp=2|torchrun has started 3 processes; start 2",
+        ),
+        ("--oops", "braid train has no option --oops"),
+    ],
+)
 def test_a_run_is_refused_by_one_process(
-    config: Path, tmp_path: Path, started: list[Joined], call: str
+    config: Path, tmp_path: Path, started: list[Joined], call: str, says: str
 ) -> None:
     started.append(Joined(tmp_path, 3, str(config), *call.split()))
     ended = started[0].ended()
     assert [code for code, *_ in ended] == [2, 2, 2]
     (line,) = [line for _, output, errors in ended for line in (output + errors).splitlines()]
-    assert all(part in line for part in REFUSED[call].split("|")), line
+    assert all(part in line for part in says.split("|")), line
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        ("--launcher ray", "cluster.launcher='ray' starts its own ranks|leave cluster.launcher out"),
+        ("--set parallel.dp=x", "parallel.dp='x'"),
+        ("--set elastic.max_ranks=4", "elastic.max_ranks=4: torchrun's processes do not come and go"),
+        ("--resume", "there is no run|start it without --resume"),
+    ],
+)
+def test_what_torchrun_cannot_do_is_refused(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, call: str, says: str
+) -> None:
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(config.parent)
+    refused(called(capsys, "train", config, *call.split()), *says.split("|"))
+    assert not (config.parent / "runs").exists()
 
 
 def test_signals_stop_a_run_with_a_checkpoint(config: Path, tmp_path: Path, started: list[Joined]) -> None:
