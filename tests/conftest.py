@@ -61,6 +61,7 @@ def _mark_thorough(items: list[pytest.Item]) -> None:
         seen |= words
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist's own reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Deal tests out by file, as they share fixtures, or one by one where a file says so; long ones first.
 
@@ -69,7 +70,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     _mark_thorough(items)
     for item in items:
         alone = item.get_closest_marker("alone") is not None
-        item.add_marker(pytest.mark.xdist_group(item.nodeid if alone else str(item.path)))
+        item.add_marker(pytest.mark.xdist_group(item.nodeid if alone else item.nodeid.partition("::")[0]))
     slow = {item.path for item in items if item.get_closest_marker("slow") is not None}
     count = Counter(item.path for item in items)
 

@@ -1,6 +1,7 @@
 """No circles of imports, one direction between rooms, and a class name that means one thing."""
 
 import ast
+import os
 from collections import defaultdict
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -115,3 +116,11 @@ def test_texts_are_parsed_at_the_borders_alone() -> None:
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 assert node.func.attr not in PARSING, f"{name}:{node.lineno} takes a text apart"
+
+
+def test_a_test_file_stays_in_one_process(request: pytest.FixtureRequest) -> None:
+    """Else two processes make the same fixtures, such as clusters. pytest-xdist loses the groups without a
+    word if pytest is too new or if `tests/conftest.py` names them too late."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        pytest.skip("one process runs all tests")
+    assert request.node.nodeid.endswith("@tests/architecture/test_structure.py")
