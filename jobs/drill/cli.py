@@ -37,12 +37,12 @@ def drill(
     Exit code 1 if a loss, parameter or sample differs; with faults of nodes, losses may differ by 2e-5 where
     other numbers of ranks add up in another order.
     """
-    from braid.jobs.drill.plan import KINDS, NEED_ROOT, NODE_FAULTS, check_faults, possible_faults
+    from braid.jobs.drill.plan import KINDS, check_faults, possible_faults
 
     console = Console(stderr=as_json)
     if listing:
         for name, fault in KINDS.items():
-            needs = " (root)" if name in NEED_ROOT else " (Ray, elastic)" if name in NODE_FAULTS else ""
+            needs = f" ({fault.needs})" if fault.needs else ""
             console.print(f"[bold]{name:16}[/bold] {fault.text}{needs}", highlight=False)
         return
     resolved = read_config(config, overrides, launcher)

@@ -7,24 +7,19 @@ Everything is removed again, whatever happens inside.
 import contextlib
 import os
 import shutil
-import signal
 import socket
 import struct
 import subprocess
-import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 from braid.actors.controller.ranks.group import StoppedError
 from braid.actors.controller.ranks.processes import ProcessPlace, enter_namespace, separate_places
-from braid.jobs.cluster.guardian import MARK
-from braid.jobs.cluster.session import WORKERS, session_folder
+from braid.jobs.drill.census import kill
 from braid.jobs.training.stopping import StopSignals
 
-RAY_PORT, JOB_PORT = 6379, 8265
 PACKET_BYTES, _LEAST_PACKET_BYTES, _PACKET_SECONDS = 250_000, 16_000, 0.004
 """Largest packets on the link: the bytes that pass in `_PACKET_SECONDS`, within these bounds. A network card
 splits large packets itself; on a virtual link every packet costs CPU time that training needs, so they should
@@ -38,7 +33,6 @@ _TRANSPORT = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": "0"
 Some hosts use BBR, which on a link without delay keeps so few bytes in flight that ranks wake up 8000 times
 in a step of 200 MB, and sends almost nothing for 0.2 s in every 10.
 """
-_START_SECONDS, _END_SECONDS = 120.0, 10.0
 _NETLINK_ROUTE, _RTM_NEWLINK, _NLM_F_REQUEST, _NLM_F_ACK = 0, 16, 1, 4
 _IFLA_GSO_IPV4_MAX_SIZE, _IFLA_GRO_IPV4_MAX_SIZE = 63, 64
 """Constants of Linux's `rtnetlink.h` and `if_link.h`."""
@@ -57,19 +51,6 @@ class Host:
     address: str
     cpus: tuple[int, ...] | None = None
 
-    def run(
-        self, *command: str, timeout: float, cwd: Path | None = None, env: dict[str, str] | None = None
-    ) -> "subprocess.CompletedProcess[str]":
-        """Run a command on the host."""
-        return subprocess.run(
-            ["ip", "netns", "exec", self.namespace, *command],
-            cwd=cwd,
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
-
     def processes(self) -> list[int]:
         """Return the ids of all processes on the host."""
         listing = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True)
@@ -81,9 +62,7 @@ class Host:
 
     def remove(self) -> None:
         """Kill all processes on the host by id, then remove the host."""
-        for process in self.processes():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+        kill(*self.processes())
         subprocess.run(["ip", "netns", "delete", self.namespace], capture_output=True)
 
 
@@ -103,10 +82,9 @@ def check_hosts() -> None:
 class Hosts:
     """Two namespaces and the link between them."""
 
-    cluster: Mapping[str, float] = MappingProxyType({})
-    """Settings that configurations of ranks there need: none, as the link itself is shaped."""
-
     def __init__(self, hosts: tuple[Host, Host], devices: tuple[str, str]) -> None:
+        self.cluster: Mapping[str, float] = {}
+        """Settings that configurations of ranks there need: none, as the link itself is shaped."""
         self.hosts = hosts
         self._devices = devices
 
@@ -161,9 +139,11 @@ def two_hosts() -> Iterator[Hosts]:
                 host.ip("link", "set", device, "up")
                 host.ip("link", "set", "lo", "up")
                 _set_packets(host.namespace, device, PACKET_BYTES)
-                for name, value in _TRANSPORT.items():
-                    # A kernel may lack a setting.
-                    host.run("sh", "-c", f"echo {value} > /proc/sys/net/ipv4/{name}", timeout=_END_SECONDS)
+                for name, value in _TRANSPORT.items():  # a kernel may lack a setting
+                    write = f"echo {value} > /proc/sys/net/ipv4/{name}"
+                    subprocess.run(
+                        ["ip", "netns", "exec", host.namespace, "sh", "-c", write], capture_output=True
+                    )
             yield Hosts(hosts, devices)
         finally:
             for host in hosts:
@@ -179,8 +159,6 @@ PACED = (
 
 class Paced:
     """Ranks on this host's loopback, on CPUs of their own, with paced connections."""
-
-    hosts: tuple[Host, ...] = ()
 
     def __init__(self) -> None:
         self.cluster: dict[str, float] = {}
@@ -241,35 +219,6 @@ def _remove_orphans() -> None:
         maker = int(path.name.split("-")[1], 16)
         if not Path(f"/proc/{maker}").exists():
             Host(path.name, "").remove()
-
-
-@contextlib.contextmanager
-def ray_cluster(
-    hosts: Sequence[Host], env: dict[str, str], cpus: int = 1, *, job_server: bool = False
-) -> Iterator[str]:
-    """Start a Ray cluster with one node on each host; yield its address.
-
-    ``job_server``: with Ray's dashboard on the first host, port `JOB_PORT`.
-    """
-    start = (sys.executable, "-m", "ray.scripts.scripts", "start")
-    head, other = hosts
-    address = f"{head.address}:{RAY_PORT}"
-    page = [f"--include-dashboard={str(job_server).lower()}"]
-    if job_server:
-        page += [f"--dashboard-host={head.address}", f"--dashboard-port={JOB_PORT}"]
-    with session_folder() as folder:  # ends Ray's processes, which carry its mark
-        starts = (
-            (head, ["--head", f"--port={RAY_PORT}", *page, f"--temp-dir={folder}/a"]),
-            (other, [f"--address={address}", f"--temp-dir={folder}/b"]),
-        )
-        for host, options in starts:
-            options += [f"--num-cpus={cpus}", f"--node-ip-address={host.address}", "--disable-usage-stats"]
-            result = host.run(
-                *start, *options, timeout=_START_SECONDS, env={**WORKERS, MARK: str(folder), **env}
-            )
-            if result.returncode:
-                raise HostsError(f"Ray did not start on {host.address}: {result.stdout}{result.stderr}")
-        yield address
 
 
 def _run(*command: str) -> None:
