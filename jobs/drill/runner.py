@@ -118,20 +118,15 @@ class Drill:
         command.wait("the first steps", lambda: command.step() >= 2)
         held = [self._held()]
         for fault in self._planned:
-            self._outcomes.append(
-                self._meet(fault) if self._nodes is None else self._meet_node(fault, self._nodes)
-            )
+            self._outcomes.append(self._meet(fault))
             self._progress(", ".join(filter(None, self._outcomes[-1].cells())))
-        self._more_steps(3)
+        after = command.step() if self._of_nodes else self._planned[-1].step
+        command.wait("the steps after the last fault", lambda: command.step() >= after + 3)
         held.append(self._held())
         if self._of_nodes:
             command.process.send_signal(signal.SIGTERM)
         self._wait_for_end(BROKEN)
         return held if self._planned[-1].nodes_after in (None, self._ranks) else []
-
-    def _more_steps(self, count: int) -> None:
-        after = self._command.step() + count
-        self._command.wait("further steps", lambda: self._command.step() >= after)
 
     # -- the run ---------------------------------------------------------------------------------------------
 
@@ -196,14 +191,13 @@ class Drill:
 
     # -- faults ----------------------------------------------------------------------------------------------
 
-    def _meet_node(self, fault: PlannedFault, nodes: Nodes) -> FaultOutcome:
-        """Cause a fault of nodes, and wait until it is over."""
-        self._more_steps(4)
-        return meet(fault, nodes, self._command, self._config(BROKEN).elastic.quarantine_s)
-
     def _meet(self, fault: PlannedFault) -> FaultOutcome:
         """Cause a fault, and wait until it is over."""
         command, marks, fired = self._command, self._broken / FOLDER, 0.0
+        before = command.step()
+        if self._nodes is not None:
+            command.wait("further steps", lambda: command.step() >= before + 4)
+            return meet(fault, self._nodes, command, self._config(BROKEN).elastic.quarantine_s)
         if KINDS[fault.kind].in_rank is not None:
             command.wait(f"fault {fault.name} to fire", (marks / fault.name).exists)
             fired = fired_at(marks, fault.name)

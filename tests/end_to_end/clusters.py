@@ -12,7 +12,7 @@ from braid.jobs.cluster.guardian import MARK
 from braid.jobs.cluster.session import WORKERS, environment, session_folder
 from braid.jobs.drill.hosts import Host, HostsError, check_hosts
 
-RAY_PORT, JOB_PORT = 6379, 8265
+JOB_PORT = 8265
 
 
 def require_hosts() -> None:
@@ -45,15 +45,12 @@ def run_on(host: Host, *command: str, **options: Any) -> "subprocess.CompletedPr
 @contextlib.contextmanager
 def ray_on_hosts(hosts: Sequence[Host], env: Mapping[str, str], cpus: int) -> Iterator[None]:
     """A Ray cluster with a node on each of two hosts, its head and job server (`JOB_PORT`) on the first."""
-    head, other = hosts
-    address = f"{head.address}:{RAY_PORT}"
-    page = ["--include-dashboard=true", f"--dashboard-host={head.address}", f"--dashboard-port={JOB_PORT}"]
+    address, job_server = f"{hosts[0].address}:6379", f"--dashboard-host={hosts[0].address}"
+    head = ["--head", "--port=6379", "--include-dashboard=true", job_server, f"--dashboard-port={JOB_PORT}"]
     with session_folder() as folder:  # ends Ray's processes, which carry its mark
-        for host, options in (
-            (head, ["--head", f"--port={RAY_PORT}", *page, f"--temp-dir={folder}/a"]),
-            (other, [f"--address={address}", f"--temp-dir={folder}/b"]),
-        ):
-            options += [f"--num-cpus={cpus}", f"--node-ip-address={host.address}", "--disable-usage-stats"]
+        for host, options in zip(hosts, (head, [f"--address={address}"]), strict=True):
+            options += [f"--temp-dir={folder}/{host.address[-1]}", f"--node-ip-address={host.address}"]
+            options += [f"--num-cpus={cpus}", "--disable-usage-stats"]
             start = (sys.executable, "-m", "ray.scripts.scripts", "start", *options)
             result = run_on(host, *start, timeout=120, env={**WORKERS, MARK: str(folder), **env})
             assert result.returncode == 0, result.stdout + result.stderr

@@ -26,6 +26,7 @@ from braid.jobs.drill.plan import (
 from braid.jobs.drill.report import Report
 from braid.jobs.drill.runner import Drill
 from tests.end_to_end.runs import SMALL
+from tests.in_process import Capture, called
 
 SOME = st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=6, unique=True)
 CHANGES = [kind for kind, fault in KINDS.items() if fault.nodes]
@@ -166,6 +167,12 @@ def test_every_rank_and_place_can_be_hit(ranks: int, seed: int) -> None:
             assert 0 <= fault.place < 1
             assert (fault.name, fault.step) == (planned.name, planned.step)
             assert (fault.kind, fault.phase) == KINDS[planned.kind].in_rank
+
+
+def test_faults_are_listed(capsys: Capture) -> None:
+    listed = called(capsys, "drill", "run.yaml", "--list")
+    assert listed.code == 0
+    assert {*KINDS} <= {*listed.output.split()}
 
 
 # What a drill reads of the run that it breaks, and what it takes for a run that came out well.

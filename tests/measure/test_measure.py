@@ -121,10 +121,6 @@ def test_small_runs(
     assert saves["checkpoint_bytes"] > 3 * 4 * 257 * 64, "three numbers per parameter"
     assert all(saves["stall"][kind]["median"] > 0 for kind in (SYNCHRONOUS, ASYNCHRONOUS))
     config = write_config(tmp_path, parallel={"tp": 2}, overlap={"schedule": "wavelet"})
-    found = measured(telemetry.main, str(config), "--steps", "5", "--seconds", "0.3")
-    assert found["price"]["spans_per_step"] > 100
-    assert [found["price"][name]["count"] for name in ("with", "without", "ratio")] == [5, 5, 5]
-    free, paced = found["throughput"]
-    assert free["written_per_second"] > 0
-    assert (free["asked_per_second"], paced["asked_per_second"]) == (None, 200_000)
-    assert paced["lost"] == free["lost"] == 0
+    price = measured(telemetry.main, str(config), "--steps", "5")
+    assert price["spans_per_step"] > 100
+    assert [price[name]["count"] for name in ("with", "without", "ratio")] == [5, 5, 5]
