@@ -1,28 +1,22 @@
 """Runs a drill's trainings as commands that are started, watched, ended and restarted, as a user does.
 
-``python -m braid.jobs.drill.command SPEC`` does what ``braid train`` does; SPEC, a JSON file, adds faults and
-the emulated hosts of the ranks.
+``python -m braid.jobs.drill.command FILE`` does what ``braid train`` does; FILE, a pickle from the drill, has
+the arguments of `braid.jobs.training.train.training`: also faults, and the emulated hosts of the ranks.
 """
 
 import contextlib
 import json
+import pickle
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
-from braid.actors.config import parse_config
-from braid.actors.controller.controller import RunOptions
 from braid.actors.controller.ranks.group import WorkerError
-from braid.actors.controller.ranks.processes import ProcessPlace
 from braid.actors.controller.records.json_lines import last_line, read_lines
 from braid.actors.controller.state.locks import FileHold, HeldError
-from braid.actors.stage.rank.messages import Fault
 
 PATIENCE_S = 300.0
 """Seconds within which a fault must occur and be over; otherwise the drill fails."""
@@ -33,19 +27,6 @@ _LOOK_S = 0.02
 
 class DrillError(RuntimeError):
     """A fault did not occur, or the run did not recover from it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Spec:
-    """Settings for the process of a run."""
-
-    config: dict[str, Any]
-    options: RunOptions
-    faults: tuple[Fault, ...]
-    places: list[ProcessPlace] | None
-
-
-_SPEC = TypeAdapter(Spec)
 
 
 class Command:
@@ -62,10 +43,10 @@ class Command:
         for log in self._logs.values():
             log.unlink(missing_ok=True)
 
-    def start(self, name: str, spec: Spec) -> None:
-        """Start the run of this name."""
-        path = self.folder / f"{name}.json"
-        path.write_bytes(_SPEC.dump_json(spec))
+    def start(self, name: str, **arguments: Any) -> None:
+        """Start the run of this name; ``arguments``: of `training`."""
+        path = self.folder / f"{name}.pickle"
+        path.write_bytes(pickle.dumps(arguments))
         command = [sys.executable, "-m", __name__, str(path)]
         with self._logs[name].open("ab") as log:
             self.process = subprocess.Popen(
@@ -142,9 +123,7 @@ if __name__ == "__main__":
     from braid.jobs.training.train import report_of, training
 
     try:
-        given = _SPEC.validate_json(Path(sys.argv[1]).read_bytes())
-        config = parse_config(given.config)
-        report_of(training(config, given.options, faults=given.faults, places=given.places))
+        report_of(training(**pickle.loads(Path(sys.argv[1]).read_bytes())))
     except (ValueError, WorkerError) as error:
         print(f"{getattr(error, 'trace', '')}\nbraid: {error}".lstrip(), file=sys.stderr)
         sys.exit(2)

@@ -20,7 +20,7 @@ from braid.actors.controller.state.manifest import MANIFEST, CheckpointStore
 from braid.actors.stage.rank.faults import FOLDER, fired_at, let_go
 from braid.actors.stage.state.checkpoint import read_tensors
 from braid.jobs.drill.census import census, kill
-from braid.jobs.drill.command import BROKEN, PATIENCE_S, WHOLE, Command, Spec
+from braid.jobs.drill.command import BROKEN, PATIENCE_S, WHOLE, Command
 from braid.jobs.drill.hosts import Hosts, two_hosts
 from braid.jobs.drill.nodes import Nodes, allowed_difference, meet, ray_nodes, usable_nodes
 from braid.jobs.drill.plan import (
@@ -173,12 +173,10 @@ class Drill:
             places = [replace(host, cpus=None) for host in self._hosts.places(config.layout().ranks)]
         self._command.start(
             name,
-            Spec(
-                config=config.model_dump(mode="json"),
-                options=RunOptions(resume=resume, overwrite=not resume, again=resume, until=until),
-                faults=tuple(fault for fault in self._faults if name == BROKEN or fault.kind == "skip"),
-                places=places,
-            ),
+            config=config,
+            options=RunOptions(resume=resume, overwrite=not resume, again=resume, until=until),
+            faults=tuple(fault for fault in self._faults if name == BROKEN or fault.kind == "skip"),
+            places=places,
         )
 
     def _held(self) -> dict[str, int]:
