@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from braid.actors.config import ConfigError
 from braid.jobs.bench.overlap_case import LAYOUTS, OverlapCase
 from braid.jobs.usage import AsJson, Commands, Overrides, example
 from braid.scheduling.text.json_text import json_text
@@ -90,14 +89,8 @@ def bench_overlap(
     names = schedules.split(",") if schedules else []
     case.check(names)
     from braid.jobs.bench import overlap, overlap_rows
-    from braid.jobs.drill.hosts import HostsError
 
-    try:
-        result = overlap.run(
-            case, schedules=names, peers=peers, rounds=rounds, without=without, progress=_say
-        )
-    except HostsError as error:
-        raise ConfigError(str(error)) from None
+    result = overlap.run(case, schedules=names, peers=peers, rounds=rounds, without=without, progress=_say)
     if as_json:
         typer.echo(json_text(asdict(result)))
     else:

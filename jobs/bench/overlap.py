@@ -2,8 +2,8 @@
 link.
 
 Only the hosts are emulated: processes, sockets, gloo and TCP are real, over a veth pair whose rate ``tbf``
-limits (`braid.jobs.drill.hosts`); without root, over this host's loopback with paced connections. A row is
-the median of the rounds; a step is a whole training step with all micro-batches and the optimizer.
+limits (`braid.jobs.drill.hosts`). A row is the median of the rounds; a step is a whole training step with all
+micro-batches and the optimizer.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from braid.jobs.bench.overlap_case import LAYOUTS, OverlapCase
 from braid.jobs.bench.overlap_rows import OverlapResult, row_of
 from braid.jobs.bench.peers import PeerPlan, PeerRank
 from braid.jobs.bench.rounds import Progress, by_turns, prepare_text
-from braid.jobs.drill.hosts import PACED, Hosts, Paced, two_hosts_or_paced
+from braid.jobs.drill.hosts import Hosts, two_hosts
 from braid.scheduling.cost.profile import Profile
 from braid.scheduling.generate.named import ScheduleKind
 from braid.scheduling.generate.setting import Setting
@@ -77,13 +77,10 @@ def run(
     without: str | None = None,
     progress: Progress = lambda text: None,
 ) -> OverlapResult:
-    """Measure a case; use paced connections if this machine cannot emulate hosts.
+    """Measure a case. Raise `ConfigError` if this machine cannot emulate hosts.
 
     ``without``: also run braid without one of Centauri's tiers (`WithoutTier.tier`).
     """
-    link_made, why_paced = two_hosts_or_paced()
-    if why_paced:
-        progress(f"{why_paced}; {PACED}")
     names = list(schedules or LAYOUTS[case.layout].schedules)
     if "megatron" not in names:
         names.insert(0, "megatron")
@@ -91,7 +88,7 @@ def run(
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="braid-bench-")))
         data = str(prepare_text(folder))
-        bench = _StartedCase(case, stack.enter_context(link_made), data, stack, progress)
+        bench = _StartedCase(case, stack.enter_context(two_hosts()), data, stack, progress)
         mbit = bench.set_rate()
         progress("measuring operators alone and beside communication")
         before = bench.profile(rounds=15)
@@ -99,7 +96,7 @@ def run(
         if without:
             sides.append(bench.start("braid", before, without))
         ours = list(sides)
-        if peers and bench.config("megatron").train.recompute == "none":  # peers keep all activations
+        if peers and case.config("megatron").train.recompute == "none":  # peers keep all activations
             sides += map(bench.start_peer, LAYOUTS[case.layout].peers)
         results = by_turns({side: side.two_steps for side in sides}, rounds, progress)
         held = {side: max(side.group.call_all(Rank.activation_bytes, 2 * rounds + 2)) for side in ours}
@@ -122,7 +119,6 @@ def run(
         model=case.name,
         link_mbit=mbit,
         rounds=rounds,
-        paced=bool(why_paced),
         rows=tuple(rows),
         load_before=load,
     )
@@ -134,19 +130,15 @@ class _StartedCase:
     def __init__(
         self,
         case: OverlapCase,
-        link: Hosts | Paced,
+        link: Hosts,
         data: str,
         stack: contextlib.ExitStack,
         progress: Progress,
     ) -> None:
         self._case, self._link, self._data, self._stack, self._progress = case, link, data, stack, progress
         self.shape = case.shape()
-        ranks = self.config("megatron").layout().ranks
+        ranks = self._case.config("megatron").layout().ranks
         self._places = link.places(ranks, filled=LAYOUTS[case.layout].filled)
-
-    def config(self, schedule: str) -> Config:
-        """Build the configuration of a schedule's ranks on this link."""
-        return self._case.config(schedule, **self._link.cluster)
 
     def set_rate(self) -> float:
         """Set the link's rate: the given one, or the one that gives the wanted alpha; return it in Mbit/s."""
@@ -157,7 +149,9 @@ class _StartedCase:
             if case.alpha is None:
                 break
             self._progress(f"measuring alpha at {mbit:.0f} Mbit/s")
-            numbers = plan_run(self.config("megatron"), self.shape, self.profile(rounds=5)).taken.numbers
+            numbers = plan_run(
+                self._case.config("megatron"), self.shape, self.profile(rounds=5)
+            ).taken.numbers
             communication, step = numbers.communication_seconds, numbers.step_seconds
             if turn == 2 or abs(communication / step - case.alpha) < 0.01:
                 break
@@ -167,7 +161,7 @@ class _StartedCase:
 
     def profile(self, rounds: int) -> Profile:
         """Measure costs at the rate that was set."""
-        config = self.config("megatron")
+        config = self._case.config("megatron")
         plan = self._plan(config, write(build_schedule(config, self.shape)))
         launcher = ProcessLauncher(config, self._places)
         return measure(plan, launcher, model_graphs(config, self.shape), rounds)
@@ -176,7 +170,7 @@ class _StartedCase:
         """Start the ranks of a schedule, ready to train, as a training run with these costs does; perhaps
         ``without`` one of Centauri's tiers."""
         self._progress(f"starting {name}")
-        config = self.config(name)
+        config = self._case.config(name)
         decided = self._decided(config, costs, without)
         setting, schedule = decided.setting, decided.code.schedule
         self._progress(f"{name}: pipeline {', '.join([setting.pipeline, *map(str, setting.partitions)])}")
@@ -200,7 +194,7 @@ class _StartedCase:
     def start_peer(self, name: str) -> Contender:
         """Start the ranks of a peer, ready to train."""
         self._progress(f"starting {name}")
-        config = self.config("megatron")
+        config = self._case.config("megatron")
         plan = PeerPlan(kind=name, config=config, shape=self.shape, data=self._data)
         launcher = ProcessLauncher(config, self._places, PeerRank)
         return Contender(name, self._started(launcher, config, PeerRank.setup, plan), None)

@@ -109,7 +109,7 @@ class OverlapCase:
         for schedule in ("megatron", *schedules):
             self.config(schedule)
 
-    def config(self, schedule: str, **cluster: Any) -> Config:
+    def config(self, schedule: str) -> Config:
         """Build the configuration for a schedule, perhaps with a pipeline: ``braid:eager_w``."""
         schedule, _, pipeline = schedule.partition(":")
         content: dict[str, dict[str, Any]] = {
@@ -129,7 +129,7 @@ class OverlapCase:
             },
             "parallel": {**self.axes},
             "overlap": {"schedule": schedule, "pipeline": pipeline or None},
-            "cluster": {"device": "cpu", "cpus_per_rank": 0.05, "group_timeout_s": 120, **cluster},
+            "cluster": {"device": "cpu", "cpus_per_rank": 0.05, "group_timeout_s": 120},
         }
         config = parse_config(content, self.settings)
         if config.chooses_layers:

@@ -62,8 +62,6 @@ class OverlapResult:
     rounds: int
     rows: tuple[OverlapRow, ...]
     load_before: tuple[float, float, float]
-    paced: bool
-    """Whether hosts were emulated by paced connections on one host, because there was no root access."""
 
 
 Results = Sequence[Sequence[StepResult]]
@@ -148,10 +146,9 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 def show(console: Console, result: OverlapResult) -> None:
     """Print the result as a table."""
     say = partial(console.print, highlight=False, soft_wrap=True)
-    hosts = "one host, paced connections," if result.paced else "two emulated hosts (network namespaces),"
     say(
-        f"{result.model}; {hosts} link {result.link_mbit:g} Mbit/s; medians of {result.rounds} alternating "
-        f"rounds, ± half the distance of the quartiles; load {result.load_before[0]:.1f}"
+        f"{result.model}; two emulated hosts, link {result.link_mbit:g} Mbit/s; medians of {result.rounds} "
+        f"alternating rounds, ± half the distance of the quartiles; load {result.load_before[0]:.1f}"
     )
     columns = [
         (title, key, write)

@@ -11,10 +11,11 @@ import socket
 import struct
 import subprocess
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from braid.actors.config import ConfigError
 from braid.actors.controller.ranks.group import StoppedError
 from braid.actors.controller.ranks.processes import ProcessPlace, enter_namespace, separate_places
 from braid.jobs.drill.census import kill
@@ -36,10 +37,6 @@ in a step of 200 MB, and sends almost nothing for 0.2 s in every 10.
 _NETLINK_ROUTE, _RTM_NEWLINK, _NLM_F_REQUEST, _NLM_F_ACK = 0, 16, 1, 4
 _IFLA_GSO_IPV4_MAX_SIZE, _IFLA_GRO_IPV4_MAX_SIZE = 63, 64
 """Constants of Linux's `rtnetlink.h` and `if_link.h`."""
-
-
-class HostsError(RuntimeError):
-    """This machine does not allow emulated hosts; the message says what is missing."""
 
 
 @dataclass(frozen=True)
@@ -67,15 +64,18 @@ class Host:
 
 
 def check_hosts() -> None:
-    """Raise `HostsError` if network namespaces cannot be created."""
+    """Raise `ConfigError` if network namespaces cannot be created."""
     if os.geteuid() != 0:
-        raise HostsError("two hosts on one machine need root, for network namespaces: run as root")
+        raise ConfigError(
+            "two hosts on one machine need root, for network namespaces: run as root (without root, "
+            "cluster.emulated_link_mbit paces the connections of a run)"
+        )
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
-            raise HostsError(f"two hosts on one machine need {tool}: apt-get install iproute2")
+            raise ConfigError(f"two hosts on one machine need {tool}: apt-get install iproute2")
     probe = f"braid-probe-{os.getpid()}"
     if subprocess.run(["ip", "netns", "add", probe], capture_output=True).returncode:
-        raise HostsError("this machine does not allow network namespaces (a container without CAP_SYS_ADMIN)")
+        raise ConfigError("this machine allows no network namespaces (a container without CAP_SYS_ADMIN)")
     subprocess.run(["ip", "netns", "delete", probe], check=True)
 
 
@@ -83,8 +83,6 @@ class Hosts:
     """Two namespaces and the link between them."""
 
     def __init__(self, hosts: tuple[Host, Host], devices: tuple[str, str]) -> None:
-        self.cluster: Mapping[str, float] = {}
-        """Settings that configurations of ranks there need: none, as the link itself is shaped."""
         self.hosts = hosts
         self._devices = devices
 
@@ -150,37 +148,6 @@ def two_hosts() -> Iterator[Hosts]:
                 host.remove()
 
 
-PACED = (
-    "ranks run on this host's loopback instead, each connection paced to the rate: transfers that meet on "
-    "one link do not slow each other down, and both ends' copies are this host's"
-)
-"""Description of measurements without root, and how they differ from two hosts."""
-
-
-class Paced:
-    """Ranks on this host's loopback, on CPUs of their own, with paced connections."""
-
-    def __init__(self) -> None:
-        self.cluster: dict[str, float] = {}
-
-    def shape(self, mbit: float, message_bytes: float, inside_mbit: float | None = None) -> None:
-        """Make later connections at this rate; connections inside hosts have the same rate."""
-        self.cluster = {"emulated_link_mbit": mbit}
-
-    def places(self, ranks: int, *, filled: bool = False) -> list[ProcessPlace]:
-        """Return places as on two hosts, each with half of the CPUs."""
-        return [separate_places(2)[2 * rank // ranks if filled else rank % 2] for rank in range(ranks)]
-
-
-def two_hosts_or_paced() -> tuple[contextlib.AbstractContextManager[Hosts | Paced], str]:
-    """Return two emulated hosts; without root the paced loopback instead, with the reason in words."""
-    try:
-        check_hosts()
-    except HostsError as error:
-        return contextlib.nullcontext(Paced()), str(error)
-    return two_hosts(), ""
-
-
 def _limit(namespace: str, device: str, mbit: float, message_bytes: float) -> None:
     most = min(mbit * 1e6 / 8 * _PACKET_SECONDS, message_bytes / 4, PACKET_BYTES)
     packet = int(max(_LEAST_PACKET_BYTES, most))
@@ -224,7 +191,7 @@ def _remove_orphans() -> None:
 def _run(*command: str) -> None:
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
-        raise HostsError(f"{' '.join(command)}: {result.stderr.strip() or result.returncode}")
+        raise ConfigError(f"{' '.join(command)}: {result.stderr.strip() or result.returncode}")
 
 
 @contextlib.contextmanager

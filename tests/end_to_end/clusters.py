@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from braid.actors.config import ConfigError
 from braid.jobs.cluster.guardian import MARK
 from braid.jobs.cluster.session import WORKERS, environment, session_folder
-from braid.jobs.drill.hosts import Host, HostsError, check_hosts
+from braid.jobs.drill.hosts import Host, check_hosts
 
 JOB_PORT = 8265
 
@@ -19,7 +20,7 @@ def require_hosts() -> None:
     """Skip, and say why, where hosts cannot be made."""
     try:
         check_hosts()
-    except HostsError as error:
+    except ConfigError as error:
         pytest.skip(str(error))
 
 

@@ -10,7 +10,7 @@ from braid.actors.controller.planning import model_graphs, plan_run
 from braid.jobs.bench import overlap
 from braid.jobs.bench.overlap_case import LAYOUTS, OverlapCase
 from braid.jobs.bench.peers import KINDS
-from braid.jobs.drill.hosts import Paced
+from braid.jobs.drill.hosts import Host, Hosts
 from braid.scheduling.cost.analytic import analytic_profile
 from braid.scheduling.cost.profile import Profile
 from braid.scheduling.generate.named import ScheduleName
@@ -30,12 +30,17 @@ def profile_at(mbit: float, config: Config) -> Profile:
     return analytic_profile(cluster, config.layout(), model_graphs(config, REPLICAS.shape()), 4)
 
 
-class NotedLink(Paced):
+HOSTS = (Host("first", "10.0.0.1"), Host("second", "10.0.0.2"))
+
+
+class NotedLink(Hosts):
     """Its rate is only noted."""
+
+    mbit = 0.0
 
     def shape(self, mbit: float, message_bytes: float, inside_mbit: float | None = None) -> None:
         assert (message_bytes, inside_mbit) == (REPLICAS.message_bytes, None)
-        super().shape(mbit, message_bytes)
+        self.mbit = mbit
 
 
 def test_every_layout_begins_with_the_serial_schedule() -> None:
@@ -58,21 +63,19 @@ def test_replicas_have_micro_batches_each_and_sum_gradients(schedule: str) -> No
     assert outcome.setting.micro_batches == REPLICAS.micro_batches
     assert REPLICAS.step_tokens == config.train.global_batch * REPLICAS.tokens == 2 * 3 * 32
     (stage,) = outcome.code.schedule.stages
-    assert [one for i in stage for one in sums_in(i)] == [Reduce(0, "dp")]
+    assert [total for instruction in stage for total in sums_in(instruction)] == [Reduce(0, "dp")]
     assert Wait(Reduce(0, "dp")) in stage
 
 
 def test_alpha_is_the_share_of_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rate is set so that 4 bytes a parameter, in each direction, take that share of the step."""
-    link = NotedLink()
+    link = NotedLink(HOSTS, ("", ""))
     case = replace(REPLICAS, alpha=0.35)
     bench = overlap._StartedCase(case, link, "", ExitStack(), lambda text: None)
     config = case.config("megatron")
-    monkeypatch.setattr(
-        bench, "profile", lambda rounds: profile_at(link.cluster["emulated_link_mbit"], config)
-    )
+    monkeypatch.setattr(bench, "profile", lambda rounds: profile_at(link.mbit, config))
     mbit = bench.set_rate()
-    assert link.cluster == {"emulated_link_mbit": mbit}
+    assert link.mbit == mbit
     numbers = plan_run(config, bench.shape, profile_at(mbit, config)).taken.numbers
     gradients = 4 * bench.shape.parameters() * 8 / (mbit * 1e6)
     assert numbers.communication_seconds == pytest.approx(gradients, rel=0.02)
@@ -113,7 +116,7 @@ def test_settings_are_those_of_a_run_and_oases_repeats_no_collective() -> None:
 def test_neighbours_share_a_host_where_there_are_two_on_each(layout: str) -> None:
     ranks = replace(REPLICAS, layout=layout).config("megatron").layout().ranks
     filled = LAYOUTS[layout].filled
-    hosts = [place.machine for place in Paced().places(ranks, filled=filled)]
+    hosts = [place.machine for place in Hosts(HOSTS, ("", "")).places(ranks, filled=filled)]
     assert len(set(hosts)) == 2
     assert (hosts[0] == hosts[1]) == filled
     assert not filled or hosts == sorted(hosts)
