@@ -96,7 +96,7 @@ def run(
         if without:
             sides.append(bench.start("braid", before, without))
         ours = list(sides)
-        if peers and case.config("megatron").train.recompute == "none":  # peers keep all activations
+        if peers and bench.serial.train.recompute == "none":  # peers keep all activations
             sides += map(bench.start_peer, LAYOUTS[case.layout].peers)
         results = by_turns({side: side.two_steps for side in sides}, rounds, progress)
         held = {side: max(side.group.call_all(Rank.activation_bytes, 2 * rounds + 2)) for side in ours}
@@ -128,17 +128,11 @@ class _StartedCase:
     """Starts the sides that a case compares; ``stack`` ends them."""
 
     def __init__(
-        self,
-        case: OverlapCase,
-        link: Hosts,
-        data: str,
-        stack: contextlib.ExitStack,
-        progress: Progress,
+        self, case: OverlapCase, link: Hosts, data: str, stack: contextlib.ExitStack, progress: Progress
     ) -> None:
         self._case, self._link, self._data, self._stack, self._progress = case, link, data, stack, progress
-        self.shape = case.shape()
-        ranks = self._case.config("megatron").layout().ranks
-        self._places = link.places(ranks, filled=LAYOUTS[case.layout].filled)
+        self.serial, self.shape = case.config("megatron"), case.shape()
+        self._places = link.places(self.serial.layout().ranks, filled=LAYOUTS[case.layout].filled)
 
     def set_rate(self) -> float:
         """Set the link's rate: the given one, or the one that gives the wanted alpha; return it in Mbit/s."""
@@ -149,9 +143,7 @@ class _StartedCase:
             if case.alpha is None:
                 break
             self._progress(f"measuring alpha at {mbit:.0f} Mbit/s")
-            numbers = plan_run(
-                self._case.config("megatron"), self.shape, self.profile(rounds=5)
-            ).taken.numbers
+            numbers = plan_run(self.serial, self.shape, self.profile(rounds=5)).taken.numbers
             communication, step = numbers.communication_seconds, numbers.step_seconds
             if turn == 2 or abs(communication / step - case.alpha) < 0.01:
                 break
@@ -161,10 +153,10 @@ class _StartedCase:
 
     def profile(self, rounds: int) -> Profile:
         """Measure costs at the rate that was set."""
-        config = self._case.config("megatron")
-        plan = self._plan(config, write(build_schedule(config, self.shape)))
-        launcher = ProcessLauncher(config, self._places)
-        return measure(plan, launcher, model_graphs(config, self.shape), rounds)
+        schedule = write(build_schedule(self.serial, self.shape))
+        plan = RunPlan(config=self.serial, shape=self.shape, schedule=schedule, data=self._data)
+        launcher = ProcessLauncher(self.serial, self._places)
+        return measure(plan, launcher, model_graphs(self.serial, self.shape), rounds)
 
     def start(self, name: str, costs: Profile, without: str | None = None) -> Contender:
         """Start the ranks of a schedule, ready to train, as a training run with these costs does; perhaps
@@ -174,8 +166,12 @@ class _StartedCase:
         decided = self._decided(config, costs, without)
         setting, schedule = decided.setting, decided.code.schedule
         self._progress(f"{name}: pipeline {', '.join([setting.pipeline, *map(str, setting.partitions)])}")
-        plan = replace(
-            self._plan(config, write(schedule)), solo_ns=self._costed(config, costs)(setting).profile.solo_ns
+        plan = RunPlan(
+            config=config,
+            shape=self.shape,
+            schedule=write(schedule),
+            data=self._data,
+            solo_ns=self._costed(config, costs)(setting).profile.solo_ns,
         )
         launcher = ProcessLauncher(config, self._places)
         if without:
@@ -194,19 +190,15 @@ class _StartedCase:
     def start_peer(self, name: str) -> Contender:
         """Start the ranks of a peer, ready to train."""
         self._progress(f"starting {name}")
-        config = self._case.config("megatron")
-        plan = PeerPlan(kind=name, config=config, shape=self.shape, data=self._data)
-        launcher = ProcessLauncher(config, self._places, PeerRank)
-        return Contender(name, self._started(launcher, config, PeerRank.setup, plan), None)
+        plan = PeerPlan(kind=name, config=self.serial, shape=self.shape, data=self._data)
+        launcher = ProcessLauncher(self.serial, self._places, PeerRank)
+        return Contender(name, self._started(launcher, self.serial, PeerRank.setup, plan), None)
 
     def _started(self, launcher: ProcessLauncher, config: Config, setup: Any, plan: Any) -> WorkerGroup:
         group = launcher.start(config.layout().ranks)
         self._stack.callback(group.shutdown)
         group.call_all(setup, plan, rendezvous(group, config.cluster.group_timeout_s))
         return group
-
-    def _plan(self, config: Config, schedule: str) -> RunPlan:
-        return RunPlan(config=config, shape=self.shape, schedule=schedule, data=self._data)
 
     def _decided(self, config: Config, costs: Profile, without: str | None) -> Outcome:
         if without is None:
