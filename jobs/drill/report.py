@@ -10,6 +10,9 @@ from rich.table import Column, Table
 from braid.jobs.drill.plan import PlannedFault
 
 
+COLUMNS = ("fault", "detected after", "recovered after", "steps lost", "restored from")
+
+
 @dataclass
 class FaultOutcome:
     """Outcome of one fault; times are in seconds."""
@@ -38,11 +41,14 @@ class FaultOutcome:
         self.parts, self.noticed = incident["parts"], incident["text"]
 
     def cells(self) -> list[str]:
-        """Return name, detection, recovery, lost steps and origin of the state, for a table."""
+        """Return the cells of `COLUMNS`."""
         after = (self.detected_after, self.recovered_after)
         detected, recovered = ("" if seconds is None else f"{seconds:.2f} s" for seconds in after)
         lost = str(self.steps_lost) if detected else ""
-        return [self.fault.name, detected, recovered, lost, self.restored_from or "no rank failed"]
+        return [self.fault.name, detected, recovered, lost, self.restored_from or "(no rank failed)"]
+
+    def __str__(self) -> str:
+        return ", ".join(f"{title} {cell}" for title, cell in zip(COLUMNS, self.cells(), strict=True) if cell)
 
 
 @dataclass
@@ -81,8 +87,7 @@ def show(console: Console, report: Report) -> None:
     where = "gloo, two emulated hosts" if report.emulated_hosts else "this machine"
     if report.emulated_nodes:
         where = "gloo, emulated nodes on one machine"
-    numbers = (Column(name, justify="right") for name in ("detected after", "recovered after", "steps lost"))
-    columns = (Column("fault", no_wrap=True), *numbers, Column("restored from", no_wrap=True))
+    columns = (Column(title, justify="right" if title in COLUMNS[1:4] else "left") for title in COLUMNS)
     table = Table(*columns, title=f"Fault drill ({where})", title_justify="left")
     for outcome in report.outcomes:
         table.add_row(*outcome.cells())

@@ -119,7 +119,7 @@ class Drill:
         held = [self._held()]
         for fault in self._planned:
             self._outcomes.append(self._meet(fault))
-            self._progress(", ".join(filter(None, self._outcomes[-1].cells())))
+            self._progress(str(self._outcomes[-1]))
         after = command.step() if self._of_nodes else self._planned[-1].step
         command.wait("the steps after the last fault", lambda: command.step() >= after + 3)
         held.append(self._held())
