@@ -9,7 +9,6 @@ from rich.table import Column, Table
 
 from braid.jobs.drill.plan import PlannedFault
 
-
 COLUMNS = ("fault", "detected after", "recovered after", "steps lost", "restored from")
 
 
