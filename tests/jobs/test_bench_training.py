@@ -22,12 +22,11 @@ def test_benchmark_reports_every_comparison() -> None:
     (result,) = run(cases={"tiny": TINY}, rounds=1, progress=said.append)
     assert result.tokens_per_step == 4 * 32
     assert result.loss_difference < 1e-5
-    assert list(result.step_seconds) == list(result.training_bytes) == [BRAID, PLAIN]
+    assert list(result.step_seconds) == [BRAID, PLAIN]
     for step in result.step_seconds.values():
         assert 0 < step.low <= step.median <= step.high
         assert step.count == 1
-    ratios = [result.memory_ratio, result.speed_ratio.median]
-    assert all(math.isfinite(ratio) and ratio > 0 for ratio in ratios)
+    assert 0 < result.speed_ratio.median < math.inf
     assert json.loads(json.dumps(asdict(result)))["speed_ratio"]["median"] == result.speed_ratio.median
     text = io.StringIO()
     show(Console(file=text, width=160), [result])
