@@ -35,8 +35,7 @@ def drill(
     ranks then run on two emulated hosts of this machine. Faults of nodes come without other faults, and need
     cluster.launcher=ray and elastic.max_ranks: the ranks then run on a Ray cluster of one-CPU nodes that is
     started here for them.
-    Exit code 1 if a loss, parameter or sample differs; with faults of nodes, losses may differ by 2e-5 where
-    other numbers of ranks add up in another order.
+    Exit code 1 if a loss, parameter or sample differs.
     """
     from braid.jobs.drill.plan import KINDS, check_faults, possible_faults
 

@@ -5,11 +5,12 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from braid.actors.config import Config, ConfigError
-from braid.actors.controller.ranks.elastic import Degrees, best_degrees, degrees_of
+from braid.actors.controller.ranks.elastic import best_degrees, degrees_of
 from braid.jobs.cluster.session import WORKERS, environment, own_token, session_folder
 from braid.jobs.data.tokenizer import tokenizer_of
 from braid.jobs.drill.census import family, kill
@@ -17,8 +18,6 @@ from braid.jobs.drill.command import Command, DrillError
 from braid.jobs.drill.plan import JOINS, KINDS, SLOW, PlannedFault
 from braid.jobs.drill.report import FaultOutcome
 
-TOLERANCE = 2e-5
-"""Relative difference of fp32 losses that is allowed if sums are taken in another order."""
 _DRAIN_S = 60
 _STOPPED_S, _RUNS_S = 0.04, 0.02
 """Seconds that a rank on a slow node is stopped and runs, by turns: this gives a third of its speed."""
@@ -32,8 +31,19 @@ _SETTINGS = {
 """Settings of Ray with which it notices a lost node within seconds."""
 
 
-def degrees_on(config: Config, nodes: int) -> Degrees | None:
-    """Return the layout that an elastic run chooses on this number of nodes; None if there is none."""
+def usable_nodes(config: Config) -> set[int]:
+    """Return the numbers of nodes on which an elastic run has a rank on every node, and takes sums in the
+    same order: only the data-parallel degree differs from the configured layout.
+
+    Raise `ConfigError` if the run's elastic limits do not allow its own layout.
+    """
+    elastic, start = config.elastic, degrees_of(config)
+    least, most = elastic.min_ranks or 1, elastic.max_ranks or start.ranks
+    if not least <= start.ranks <= most:
+        raise ConfigError(
+            f"the layout has {start.ranks} ranks, elastic allows {least} to {most}: change "
+            f"elastic.min_ranks, elastic.max_ranks or parallel"
+        )
     vocabulary = tokenizer_of(config).vocabulary
 
     def fits(candidate: Config) -> bool:
@@ -42,43 +52,12 @@ def degrees_on(config: Config, nodes: int) -> Degrees | None:
             return True
         return False
 
-    return best_degrees(config, nodes, fits, config.elastic)
-
-
-def usable_nodes(config: Config) -> set[int]:
-    """Return the numbers of nodes on which an elastic run has a rank on every node.
-
-    Raise `ConfigError` if the run's elastic limits do not allow its own layout.
-    """
-    elastic, start = config.elastic, config.layout().ranks
-    least, most = elastic.min_ranks or 1, elastic.max_ranks or start
-    if not least <= start <= most:
-        raise ConfigError(
-            f"the layout has {start} ranks, elastic allows {least} to {most}: change elastic.min_ranks, "
-            f"elastic.max_ranks or parallel"
-        )
-    layouts = {nodes: degrees_on(config, nodes) for nodes in range(least, most + 1)}
-    return {nodes for nodes, layout in layouts.items() if layout is not None and layout.ranks == nodes}
-
-
-def allowed_difference(config: Config, planned: Sequence[PlannedFault]) -> float:
-    """Return by how much losses may differ under these faults of nodes; 0: they must be bit-identical.
-
-    Raise `ConfigError` for a precision in which sums in another order differ too much to compare.
-    """
-    numbers = {fault.nodes or 0 for fault in planned} | {fault.nodes_after or 0 for fault in planned}
-    numbers |= {(fault.nodes or 0) - 1 for fault in planned if fault.kind == SLOW}
-    layouts = {degrees_of(config), *(degrees_on(config, number) for number in numbers)}
-    cuts = {(layout.tp, layout.pp, layout.cp, layout.ep) for layout in layouts if layout is not None}
-    if len(layouts) == 1 or (config.train.deterministic_reduction and len(cuts) == 1):
-        return 0.0
-    if config.train.dtype == "bf16":
-        raise ConfigError(
-            "faults of nodes with train.dtype='bf16' can be judged only where nothing but the data-parallel "
-            "degree changes, with train.deterministic_reduction=true (parallel.ep does, too, with too few "
-            "nodes for it); set these, or train.dtype=fp32"
-        )
-    return TOLERANCE
+    chosen = {nodes: best_degrees(config, nodes, fits, elastic) for nodes in range(least, most + 1)}
+    return {
+        nodes
+        for nodes, degrees in chosen.items()
+        if degrees is not None and degrees.ranks == nodes and replace(degrees, dp=start.dp) == start
+    }
 
 
 class Nodes:

@@ -160,6 +160,8 @@ def _obstacle(config: Config, kind: str) -> str:
                 f"faults of nodes need a run that follows its nodes: add a section elastic with max_ranks, "
                 f"such as --set elastic.max_ranks={layout.ranks + 2}"
             )
+        if not config.train.deterministic_reduction:
+            return "losses are compared bit for bit: --set train.deterministic_reduction=true"
     if kind == "cut-gather" and not layout.zero:
         return "no parameters are gathered without sharding: --set parallel.zero=1"
     if kind == "cut-reduce" and layout.dp * layout.cp == 1:
@@ -186,10 +188,10 @@ def plan_drill(
         changes = [KINDS[kind].nodes for kind in order]
         raise ConfigError(
             f"{changes.count(1)} nodes that join and {changes.count(-1)} that leave, beginning with {start}: "
-            f"no order was found in which elastic and the model's layouts allow every number of nodes "
-            f"({numbers}); {SLOW} needs {LEAST_TO_BE_SLOW} nodes and allows one less: name other --faults "
-            f"(one that is named twice comes twice), lower --count, or widen elastic.min_ranks and "
-            f"elastic.max_ranks"
+            f"no order was found in which every number is one of {numbers} (there each node has a rank, and "
+            f"only the data-parallel degree changes); {SLOW} needs {LEAST_TO_BE_SLOW} nodes, and one less must "
+            f"do: name other --faults (one that is named twice comes twice), lower --count, or widen "
+            f"elastic.min_ranks and elastic.max_ranks"
         )
     planned, step, nodes = list[PlannedFault](), _FIRST, start
     for kind in order:

@@ -22,7 +22,7 @@ from braid.actors.stage.state.checkpoint import read_tensors
 from braid.jobs.drill.census import census, kill
 from braid.jobs.drill.command import BROKEN, PATIENCE_S, WHOLE, Command
 from braid.jobs.drill.hosts import Hosts, two_hosts
-from braid.jobs.drill.nodes import Nodes, allowed_difference, meet, ray_nodes, usable_nodes
+from braid.jobs.drill.nodes import Nodes, meet, ray_nodes, usable_nodes
 from braid.jobs.drill.plan import (
     DAMAGE,
     HOSTS,
@@ -64,11 +64,10 @@ class Drill:
         """Raise `ConfigError` for faults that are unknown, or cannot be made here."""
         check_faults(config, kinds)
         self._base, self._progress = config, progress
-        self._ranks, self._allowed = config.layout().ranks, 0.0
+        self._ranks = config.layout().ranks
         self._of_nodes = kinds[0] in NODE_FAULTS
         if self._of_nodes:
             self._planned = plan_drill(kinds, count, seed, self._ranks, usable_nodes(config))
-            self._allowed = allowed_difference(config, self._planned)
         else:
             self._planned = plan_drill(kinds, count, seed)
         in_ranks = (fault.in_rank(self._ranks) for fault in self._planned)
@@ -301,7 +300,6 @@ class Drill:
             identical_parameters=tensors.keys() == others.keys()
             and all(torch.equal(tensor, others[name]) for name, tensor in tensors.items()),
             identical_samples=[(r.step, r.samples) for r in whole] == [(r.step, r.samples) for r in broken],
-            allowed_difference=self._allowed,
             largest_difference=max((abs(a.loss - b.loss) / abs(a.loss) for a, b in pairs), default=0.0),
             seconds=seconds,
             emulated_hosts=self._hosts is not None,
