@@ -189,8 +189,8 @@ def plan_drill(
         raise ConfigError(
             f"{changes.count(1)} nodes that join and {changes.count(-1)} that leave, beginning with {start}: "
             f"no order was found in which every number is one of {numbers} (there each node has a rank, and "
-            f"only the data-parallel degree changes); {SLOW} needs {LEAST_TO_BE_SLOW} nodes, and one less must "
-            f"do: name other --faults (one that is named twice comes twice), lower --count, or widen "
+            f"only the data-parallel degree changes); {SLOW} needs {LEAST_TO_BE_SLOW} nodes and allows one "
+            f"less: name other --faults (one that is named twice comes twice), lower --count, or widen "
             f"elastic.min_ranks and elastic.max_ranks"
         )
     planned, step, nodes = list[PlannedFault](), _FIRST, start
