@@ -53,7 +53,7 @@ golden: setup  ## renew the golden files under tests/golden; read the difference
 	$(BIN)/python -m pytest -q tests/scheduling/test_golden.py tests/kernels/triton/test_machine_code.py \
 		tests/actors/test_config_reference.py --update-golden
 
-bench: setup  ## one rank against a plain PyTorch loop; Ray actors against plain processes
+bench: setup  ## one rank against a plain PyTorch loop
 	$(BIN)/braid bench training
 
 clean:  ## remove the environment and caches

@@ -1,13 +1,11 @@
 """Trains one model on several ranks with public PyTorch over gloo, in all ways that users have today.
 
-They use nothing of Braid, unless ``PeerPlan.messages`` asks for its exchange of messages on CPU. Some peers
-cut one model into pieces:
+Some peers cut one model into pieces:
 
 - ``torch_tp``: tensor + sequence parallel over all ranks, by DTensor and ``parallelize_module``.
 - ``torch_1f1b``: a stage per rank, ``Schedule1F1B`` of ``torch.distributed.pipelining``.
 - ``torch_dualpipev``: two stages per rank, placed as a V, ``ScheduleDualPipeV`` as shipped: it runs the
   forward and the backward half of its overlapped actions one after the other.
-- ``torch_dualpipev_threads``: ``torch_dualpipev`` with `ThreadedOverlap`, which runs both halves at once.
 - ``torch_tp_1f1b``: ``torch_1f1b``, each stage on two ranks as in ``torch_tp``.
 
 In other peers every rank has a replica, and a share of the global batch:
@@ -18,15 +16,14 @@ In other peers every rank has a replica, and a share of the global batch:
   and every backward pass; gradients, which every rank adds up whole, are scattered in the last one.
 - ``torch_fsdp2_kept``: ``torch_fsdp2``, with parameters that are kept from the first forward pass of a step
   to the last backward pass, so that they are gathered once.
-- ``torch_ep``: ``torch_ddp`` of all parameters but those of experts, which are cut over ranks (`Mixture`).
-- ``torch_cp``: ``torch_ddp`` of ranks that have parts of the same samples (`ContextLayer`).
+
+No public module distributes experts or sequences on a CPU, so layouts that cut these have no peer.
 
 The tensor-parallel plan is that of torchtitan's Llama: norms sequence parallel, one all-gather before and
 one reduce-scatter after each of attention and MLP, embedding sharded by rows, head by columns with the loss
-on sharded logits: faster than gathering them but for vocabularies of a few hundred tokens, and lighter on
-the network always. All else is as in the plain loop (`braid.jobs.bench.plain_torch`), at a constant
-learning rate, so that losses equal those of one process. Two things differ from GPUs: gloo's reduce-scatter
-moves twice the bytes, and ``fully_shard`` waits for each of its collectives, as a CPU has no streams.
+on sharded logits. All else is as in the plain loop (`braid.jobs.bench.plain_torch`), at a constant learning
+rate, so that losses equal those of one process. Two things differ from GPUs: gloo's reduce-scatter moves
+twice the bytes, and ``fully_shard`` waits for each of its collectives, as a CPU has no streams.
 
 Legend: as in `braid.jobs.bench.plain_torch`.
 """
@@ -34,7 +31,7 @@ Legend: as in `braid.jobs.bench.plain_torch`.
 import math
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -45,7 +42,6 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleDualPipeV
-from torch.distributed.pipelining.schedules import OVERLAP_F_B
 from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -56,22 +52,13 @@ from braid.actors.stage.measure.peak_memory import PeakMemory
 from braid.actors.stage.rank.allocator import keep_freed_memory
 from braid.actors.stage.rank.membership import Membership
 from braid.actors.stage.rank.messages import Rendezvous, StepResult
-from braid.jobs.bench.peer_hooks import MessageCollectives, ThreadedOverlap
-from braid.jobs.bench.peer_layers import OF_EXPERTS, ContextLayer, Mixture
 from braid.jobs.bench.plain_torch import PlainModel, adamw
 from braid.scheduling.model.shape import ModelShape
 from braid.scheduling.trace.spans import OverlapNumbers
 
-TP, PIPELINE, TP_PIPELINE = "torch_tp", "torch_1f1b", "torch_tp_1f1b"
-DUALPIPEV, DUALPIPEV_THREADS = "torch_dualpipev", "torch_dualpipev_threads"
-DDP, FSDP2, FSDP2_KEPT, EP, CP = REPLICATED = (
-    "torch_ddp",
-    "torch_fsdp2",
-    "torch_fsdp2_kept",
-    "torch_ep",
-    "torch_cp",
-)
-KINDS = (TP, PIPELINE, TP_PIPELINE, DUALPIPEV, DUALPIPEV_THREADS, *REPLICATED)
+TP, PIPELINE, TP_PIPELINE, DUALPIPEV = CUT = ("torch_tp", "torch_1f1b", "torch_tp_1f1b", "torch_dualpipev")
+DDP, FSDP2, FSDP2_KEPT = "torch_ddp", "torch_fsdp2", "torch_fsdp2_kept"
+KINDS = (*CUT, DDP, FSDP2, FSDP2_KEPT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,10 +68,7 @@ class PeerPlan:
     kind: str
     config: Config
     shape: ModelShape
-    """Sizes of the model. Only ``torch_ep`` trains its experts; other peers have an MLP in every layer."""
     data: str = ""
-    messages: bool = False
-    """Whether collectives of tensor-parallel ranks are `MessageCollectives` instead of gloo's."""
 
 
 class Peer:
@@ -98,12 +82,12 @@ class Peer:
         """Model that maps tokens to logits; None if the pipeline does."""
         self._pipeline: Schedule1F1B | ScheduleDualPipeV | None = None
         self._replicas = 1
-        self._share: Any = ...
-        """Index into a global batch of tokens that selects this rank's share."""
+        self._share = slice(None)
+        """This rank's samples of a global batch."""
         self._group: dist.ProcessGroup | None = None
         """Ranks whose losses and gradients are summed; None: all ranks."""
         torch.manual_seed(self.train.seed)
-        (self._replicate if plan.kind in REPLICATED else self._cut)(rank, ranks)
+        (self._cut if plan.kind in CUT else self._replicate)(rank, ranks)
         self._optimizer = adamw((parameter for _, parameter in self.named()), self.train)
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -118,14 +102,12 @@ class Peer:
         tensor = {TP: ranks, TP_PIPELINE: 2}.get(kind, 1)
         pipeline, position = ranks // tensor, rank // tensor
         numbers, count = [position], pipeline
-        if kind in (DUALPIPEV, DUALPIPEV_THREADS):
+        if kind == DUALPIPEV:
             numbers, count = [position, 2 * pipeline - 1 - position], 2 * pipeline
         self.stages = {n: PlainModel(self.plan.shape, stage=n, stages=count) for n in numbers}
         if tensor > 1:
             mesh = init_device_mesh("cpu", (pipeline, tensor), mesh_dim_names=("pipeline", "tensor"))
             self._group = mesh.get_group("pipeline")
-            if self.plan.messages:
-                self.messages = MessageCollectives(mesh.get_group("tensor"))
             for stage in self.stages.values():
                 _shard(stage, mesh["tensor"])
         if pipeline == 1:
@@ -137,45 +119,29 @@ class Peer:
         ]
         micro_batches = self.train.global_batch // self.train.micro_batch
         # The losses are shares of the global mean, so gradients need no scaling.
-        if len(made) == 1:
+        if kind == DUALPIPEV:
+            self._pipeline = ScheduleDualPipeV(made, micro_batches, self._loss, scale_grads=False)
+        else:
             self._pipeline = Schedule1F1B(made[0], micro_batches, self._loss, scale_grads=False)
-            return
-        self._pipeline = ScheduleDualPipeV(made, micro_batches, self._loss, scale_grads=False)
-        if kind == DUALPIPEV_THREADS:
-            self._pipeline.register_custom_function(OVERLAP_F_B, ThreadedOverlap())
 
     def _replicate(self, rank: int, ranks: int) -> None:
         """Create this rank's replica and its data-parallel wrapper."""
-        kind, shape, self._replicas = self.plan.kind, self.plan.shape, ranks
-        samples = self.train.global_batch // ranks
+        samples, self._replicas = self.train.global_batch // ranks, ranks
         self._share = slice(rank * samples, (rank + 1) * samples)
-        cut: Any = {EP: Mixture, CP: ContextLayer}.get(kind)
-        group = dist.new_group() if cut else None
-        if kind == EP:
-            # Each rank draws its own experts; DistributedDataParallel then equalises all other parameters.
-            torch.manual_seed(self.train.seed + rank)
-        model = PlainModel(shape, layer=(lambda _: cut(shape, group)) if cut else None)
+        model = PlainModel(self.plan.shape)
         self.stages, self._model = {0: model}, model
-        if kind in (FSDP2, FSDP2_KEPT):
+        if self.plan.kind != DDP:
             mesh = init_device_mesh("cpu", (ranks,))  # a mesh of CPUs: else it would look for GPUs
-            for each in model.layers.values():
-                fully_shard(each, mesh=mesh, reshard_after_forward=kind == FSDP2)
+            for layer in model.layers.values():
+                fully_shard(layer, mesh=mesh, reshard_after_forward=self.plan.kind == FSDP2)
             fully_shard(model, mesh=mesh)  # embedding and head, which the root keeps for the backward pass
             return
-        experts = [name for name, _ in model.named_parameters() if OF_EXPERTS in name]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, experts)
         # Buffers, the rotary tables, are constants and need not be sent before every step. This is the
         # option's old name, as all versions of PyTorch that Braid allows know it.
         with warnings.catch_warnings(action="ignore", category=FutureWarning):
             self._model = DistributedDataParallel(
                 model, gradient_as_bucket_view=True, broadcast_buffers=False
             )
-        if kind == CP:
-            pieces = torch.arange(shape.sequence).chunk(2 * ranks)
-            places_S = torch.cat((pieces[rank], pieces[-1 - rank]))
-            self._share = slice(None), places_S
-            rotary: Any = model.rotary  # now, as DistributedDataParallel has made all ranks' the same
-            rotary.cos, rotary.sin = rotary.cos[places_S], rotary.sin[places_S]
 
     def step(self, tokens_BS: Tensor) -> float:
         """Train on a whole global batch, samples x (sequence + 1) token ids, the same on all ranks.
@@ -184,20 +150,19 @@ class Peer:
         """
         with parallel.loss_parallel() if self.plan.kind in (TP, TP_PIPELINE) else nullcontext():
             loss = self._passes(tokens_BS[:, :-1], tokens_BS[:, 1:])
-        parts, whole = list[nn.Parameter](), list[nn.Parameter]()
-        for name, parameter in self.named():
+        parameters = [parameter for _, parameter in self.named()]
+        for parameter in parameters:
             # Gradients of norms are partial sums: sum them once here, not both in the norm and in the
             # optimizer.
             if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
                 parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
-            elif OF_EXPERTS in name and parameter.grad is not None:
-                parameter.grad /= self._replicas  # losses were scaled for a mean, but this is not averaged
-            (parts if self._replicas == 1 or OF_EXPERTS in name else whole).append(parameter)
-        sums = torch.stack((_square(parts), loss))
+        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        square = (norm.full_tensor() if isinstance(norm, DTensor) else norm).square()
+        # Replicas have summed their gradients; stages have different parameters.
+        sums = torch.stack((square / self._replicas, loss))
         dist.all_reduce(sums, group=self._group)
         if self.train.clip_norm:
-            norm = (sums[0] + _square(whole)).sqrt()
-            nn.utils.clip_grads_with_norm_([*parts, *whole], self.train.clip_norm, norm)
+            nn.utils.clip_grads_with_norm_(parameters, self.train.clip_norm, sums[0].sqrt())
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return sums[1].item()
@@ -235,21 +200,10 @@ class Peer:
         return nullcontext()
 
     def _loss(self, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
-        """Return a micro-batch's share of the global batch's mean loss, with the gradient of auxiliary
-        losses."""
+        """Return a micro-batch's share of the global batch's mean loss."""
         total = F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten(), reduction="sum")
-        for stage in self.stages.values():
-            for layer in stage.layers.values():
-                if isinstance(layer, Mixture):
-                    total = total + (layer.auxiliary - layer.auxiliary.detach())
         share = total / (self.train.global_batch * self.plan.shape.sequence)
         return share.to_local() if isinstance(share, DTensor) else share
-
-
-def _square(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """Return the square of the norm of the parameters' gradients."""
-    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).square()
 
 
 def _shard(stage: PlainModel, mesh: DeviceMesh) -> None:
@@ -276,15 +230,8 @@ def _shard(stage: PlainModel, mesh: DeviceMesh) -> None:
     parallel.parallelize_module(stage, mesh, plan)
 
 
-_NOTHING_SEEN = OverlapNumbers(
-    communication_ns=0,
-    hidden_ns=0,
-    slowdown_ns=None,
-    launch_gap_ns=0,
-    bubble_ns=0,
-    compute_ns=0,
-    links_together_ns=0,
-)
+_TIMES = ("communication", "hidden", "launch_gap", "bubble", "compute", "links_together")
+_NO_TIMES: dict[str, Any] = {f"{name}_ns": 0 for name in _TIMES}
 
 
 class PeerRank:
@@ -323,7 +270,7 @@ class PeerRank:
             gradient_norm=math.nan,
             lr=train.lr,
             seconds=time.perf_counter() - begin,
-            overlap=_NOTHING_SEEN,
+            overlap=OverlapNumbers(slowdown_ns=None, **_NO_TIMES),
             peak_bytes=peak,
             lifetime_peak_bytes=peak,
         )

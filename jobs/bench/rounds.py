@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
-from scipy.stats import binom
 
 from braid.actors.config import parse_config
 from braid.jobs.data.identity import DataRequest
@@ -21,35 +20,18 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """Median, quartiles and number of some measurements, and a confidence interval of the median.
-
-    ``median_from`` and ``median_to``: the 95 % confidence interval of the true median, by counting values
-    above and below it (sign test), which assumes nothing about their distribution; with fewer than six
-    measurements the extremes, which are less certain than that.
-    """
+    """Median, quartiles and number of some measurements."""
 
     median: float
     low: float
     high: float
     count: int
-    median_from: float
-    median_to: float
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
         """Summarise at least one measurement."""
         low, middle, high = np.quantile(values, (0.25, 0.5, 0.75)).tolist()
-        ordered = sorted(values)
-        # No more than `first` values lie below the true median in less than 2.5 % of cases.
-        first = max(0, int(binom.ppf(0.025, len(values), 0.5)) - 1)
-        return cls(
-            median=middle,
-            low=low,
-            high=high,
-            count=len(values),
-            median_from=ordered[first],
-            median_to=ordered[-1 - first],
-        )
+        return cls(median=middle, low=low, high=high, count=len(values))
 
     @classmethod
     def of_ratios(cls, above: Sequence[float], below: Sequence[float]) -> "Spread":
@@ -65,19 +47,15 @@ def prepare_text(folder: Path) -> Path:
 
 
 def by_turns(
-    sides: Mapping[K, Callable[[range], R]],
-    rounds: int,
-    steps: int,
-    draw: random.Random,
-    progress: Progress = lambda text: None,
+    sides: Mapping[K, Callable[[range], R]], rounds: int, progress: Progress = lambda text: None
 ) -> dict[K, list[R]]:
-    """Run every side's next ``steps`` steps in each round, in a newly drawn order, and return the results by
+    """Run the next two steps of every side in each round, in a new random order, and return the results by
     side; the first round is not counted."""
     taken: dict[K, list[R]] = {side: [] for side in sides}
     for turn in range(rounds + 1):
         progress(f"round {turn} of {rounds}" + (" (not counted)" if turn == 0 else ""))
-        for side in draw.sample(list(sides), len(sides)):
-            result = sides[side](range(turn * steps, (turn + 1) * steps))
+        for side in random.sample(list(sides), len(sides)):
+            result = sides[side](range(2 * turn, 2 * turn + 2))
             if turn:
                 taken[side].append(result)
     return taken

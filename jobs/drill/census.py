@@ -1,37 +1,25 @@
-"""Counts the processes, files and memory that a run holds, to detect leaks after many faults (Linux)."""
+"""Counts what a run holds on this machine, to detect leaks after many faults, and kills processes (Linux)."""
 
 import contextlib
-from dataclasses import dataclass
+import os
+import resource
+import signal
+from collections import Counter
 from pathlib import Path
 
 
-@dataclass
-class Census:
-    """Counts over processes and all their descendants."""
-
-    processes: int = 0
-    threads: int = 0
-    files: int = 0
-    """Number of open files and sockets."""
-    sockets: int = 0
-    resident_bytes: int = 0
-
-
-def census(*roots: int) -> Census:
-    """Count what processes and their descendants hold now; leave out a process that ends meanwhile."""
-    held = Census()
+def census(*roots: int) -> dict[str, int]:
+    """Count processes with all their descendants, and their threads, open files and sockets, and resident
+    bytes; leave out a process that ends meanwhile."""
+    held = Counter(processes=0)
     for process in family(*roots):
-        held.processes += 1
+        folder = Path(f"/proc/{process}")
         with contextlib.suppress(OSError):
-            lines = Path(f"/proc/{process}/status").read_text().splitlines()
-            status = {key: value.split() for key, _, value in (line.partition(":") for line in lines)}
-            held.threads += int(status["Threads"][0])
-            held.resident_bytes += int(status.get("VmRSS", ["0"])[0]) * 1024
-            for handle in Path(f"/proc/{process}/fd").iterdir():
-                with contextlib.suppress(OSError):
-                    held.sockets += str(handle.readlink()).startswith("socket:")
-                    held.files += 1
-    return held
+            held["threads"] += len(list((folder / "task").iterdir()))
+            held["files"] += len(list((folder / "fd").iterdir()))
+            held["bytes"] += int((folder / "statm").read_text().split()[1]) * resource.getpagesize()
+            held["processes"] += 1
+    return dict(held)
 
 
 def family(*roots: int) -> list[int]:
@@ -46,3 +34,10 @@ def family(*roots: int) -> list[int]:
     for process in members:
         members += children.get(process, [])
     return members
+
+
+def kill(*processes: int, signal_number: int = signal.SIGKILL) -> None:
+    """Send a signal to all of these processes that still exist."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal_number)

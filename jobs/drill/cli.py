@@ -32,17 +32,17 @@ def drill(
     """Break a run in every way that --list names, and compare it with the undisturbed one.
 
     Trains twice under runs/NAME-drill-SEED, without and with faults. Faults of hosts and links need root: the
-    ranks then run on two emulated hosts of this machine. Faults of nodes need cluster.launcher=ray and
-    elastic.max_ranks: the ranks then run on a Ray cluster of one-CPU nodes that is started here for them.
-    Exit code 1 if a loss, parameter or sample differs; with faults of nodes, losses may differ by 2e-5 where
-    other numbers of ranks add up in another order.
+    ranks then run on two emulated hosts of this machine. Faults of nodes come without other faults, and need
+    cluster.launcher=ray and elastic.max_ranks: the ranks then run on a Ray cluster of one-CPU nodes that is
+    started here for them.
+    Exit code 1 if a loss, parameter or sample differs.
     """
-    from braid.jobs.drill.plan import KINDS, NEED_ROOT, NODE_FAULTS, check_faults, possible_faults
+    from braid.jobs.drill.plan import KINDS, check_faults, possible_faults
 
     console = Console(stderr=as_json)
     if listing:
         for name, fault in KINDS.items():
-            needs = " (root)" if name in NEED_ROOT else " (Ray, elastic)" if name in NODE_FAULTS else ""
+            needs = f" ({fault.needs})" if fault.needs else ""
             console.print(f"[bold]{name:16}[/bold] {fault.text}{needs}", highlight=False)
         return
     resolved = read_config(config, overrides, launcher)

@@ -1,26 +1,22 @@
 """Runs a drill's trainings as commands that are started, watched, ended and restarted, as a user does.
 
-``python -m braid.jobs.drill.command SPEC`` does what ``braid train`` does; SPEC, a JSON file, adds faults and
-the emulated hosts of the ranks.
+``python -m braid.jobs.drill.command FILE`` does what ``braid train`` does; FILE, a pickle from the drill, has
+the arguments of `braid.jobs.training.train.training`: also faults, and the emulated hosts of the ranks.
 """
 
+import contextlib
+import json
+import pickle
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
-from braid.actors.config import parse_config
-from braid.actors.controller.controller import RunOptions
 from braid.actors.controller.ranks.group import WorkerError
-from braid.actors.controller.ranks.processes import ProcessPlace
 from braid.actors.controller.records.json_lines import last_line, read_lines
 from braid.actors.controller.state.locks import FileHold, HeldError
-from braid.actors.stage.rank.messages import Fault
 
 PATIENCE_S = 300.0
 """Seconds within which a fault must occur and be over; otherwise the drill fails."""
@@ -31,19 +27,6 @@ _LOOK_S = 0.02
 
 class DrillError(RuntimeError):
     """A fault did not occur, or the run did not recover from it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Spec:
-    """Settings for the process of a run."""
-
-    config: dict[str, Any]
-    options: RunOptions
-    faults: tuple[Fault, ...]
-    places: list[ProcessPlace] | None
-
-
-_SPEC = TypeAdapter(Spec)
 
 
 class Command:
@@ -60,31 +43,27 @@ class Command:
         for log in self._logs.values():
             log.unlink(missing_ok=True)
 
-    def start(self, name: str, spec: Spec) -> None:
-        """Start the run of this name."""
-        path = self.folder / f"{name}.json"
-        path.write_bytes(_SPEC.dump_json(spec))
+    def start(self, name: str, **arguments: Any) -> None:
+        """Start the run of this name; ``arguments``: of `training`."""
+        path = self.folder / f"{name}.pickle"
+        path.write_bytes(pickle.dumps(arguments))
         command = [sys.executable, "-m", __name__, str(path)]
         with self._logs[name].open("ab") as log:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
 
-    def wait_for_end(self, limit_s: float = PATIENCE_S) -> int:
-        """Wait until the command has ended; return its exit code."""
+    def wait_for_end(self, name: str, limit_s: float = PATIENCE_S) -> int:
+        """Wait until the command of this run has ended, and no process holds the run's directory: on a
+        cluster a controller outlives its command. Return the command's exit code."""
+        lock = FileHold(self.folder / name / ".lock")
         try:
-            return self.process.wait(limit_s)
-        except subprocess.TimeoutExpired:
+            code = self.process.wait(limit_s)
+            lock.take(limit_s)
+        except (subprocess.TimeoutExpired, HeldError):
             raise self.failed(f"the run did not end within {limit_s:g} s") from None
-
-    def wait_for_controller(self) -> None:
-        """Wait until no process holds the run's directory: on a cluster a controller outlives its command."""
-        lock = FileHold(self.broken / ".lock")
-        try:
-            lock.take(PATIENCE_S)
-        except HeldError:
-            raise self.failed(f"the controller did not end within {PATIENCE_S:g} s") from None
         lock.release()
+        return code
 
     def wait(self, what: str, done: Callable[[], bool]) -> None:
         """Wait until ``done()``; raise `DrillError` if the run ends before ``what`` happens, or it takes too
@@ -109,15 +88,13 @@ class Command:
         said = "\n".join(ends).strip() or "it said nothing"
         return DrillError(f"{what}: {said}")
 
-    # -- the run with faults ---------------------------------------------------------------------------------
+    def newest(self) -> dict[str, Any]:
+        """Return the newest step's record; empty if there is none."""
+        return last_line(self.broken / "metrics.jsonl")
 
     def step(self) -> int:
         """Return the number of steps done."""
         return int(self.newest().get("step", 0))
-
-    def newest(self) -> dict[str, Any]:
-        """Return the newest step's record; empty if there is none."""
-        return last_line(self.broken / "metrics.jsonl")
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         """Return all recorded events of a kind."""
@@ -129,17 +106,24 @@ class Command:
         lines = read_lines(self.broken / "incidents.jsonl")
         return [line for line in lines if line["time"] >= since and (line["kind"] == "resized") == resized]
 
-
-def _run(spec: Spec) -> None:
-    from braid.jobs.training.train import report_of, training
-
-    config = parse_config(spec.config)
-    report_of(training(config, spec.options, faults=spec.faults, places=spec.places))
+    def ranks_at(self, address: str) -> list[int]:
+        """Return the ids of the ranks' processes at an address, as the run recorded them; empty while it
+        writes the file."""
+        with contextlib.suppress(OSError, ValueError):
+            cluster = json.loads((self.broken / "cluster.json").read_text(encoding="utf-8"))
+            if "ranks" in cluster:  # on Ray
+                ranks = [(rank["address"], rank["process"]) for rank in cluster["ranks"]]
+            else:
+                ranks = list(zip(cluster["addresses"], cluster["processes"], strict=True))
+            return [int(process) for where, process in ranks if where == address]
+        return []
 
 
 if __name__ == "__main__":
+    from braid.jobs.training.train import report_of, training
+
     try:
-        _run(_SPEC.validate_json(Path(sys.argv[1]).read_bytes()))
+        report_of(training(**pickle.loads(Path(sys.argv[1]).read_bytes())))
     except (ValueError, WorkerError) as error:
         print(f"{getattr(error, 'trace', '')}\nbraid: {error}".lstrip(), file=sys.stderr)
         sys.exit(2)

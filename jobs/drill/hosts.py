@@ -7,24 +7,20 @@ Everything is removed again, whatever happens inside.
 import contextlib
 import os
 import shutil
-import signal
 import socket
 import struct
 import subprocess
-import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
+from braid.actors.config import ConfigError
 from braid.actors.controller.ranks.group import StoppedError
 from braid.actors.controller.ranks.processes import ProcessPlace, enter_namespace, separate_places
-from braid.jobs.cluster.guardian import MARK
-from braid.jobs.cluster.session import WORKERS, session_folder
+from braid.jobs.drill.census import kill
 from braid.jobs.training.stopping import StopSignals
 
-RAY_PORT, JOB_PORT = 6379, 8265
 PACKET_BYTES, _LEAST_PACKET_BYTES, _PACKET_SECONDS = 250_000, 16_000, 0.004
 """Largest packets on the link: the bytes that pass in `_PACKET_SECONDS`, within these bounds. A network card
 splits large packets itself; on a virtual link every packet costs CPU time that training needs, so they should
@@ -38,14 +34,9 @@ _TRANSPORT = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": "0"
 Some hosts use BBR, which on a link without delay keeps so few bytes in flight that ranks wake up 8000 times
 in a step of 200 MB, and sends almost nothing for 0.2 s in every 10.
 """
-_START_SECONDS, _END_SECONDS = 120.0, 10.0
 _NETLINK_ROUTE, _RTM_NEWLINK, _NLM_F_REQUEST, _NLM_F_ACK = 0, 16, 1, 4
 _IFLA_GSO_IPV4_MAX_SIZE, _IFLA_GRO_IPV4_MAX_SIZE = 63, 64
 """Constants of Linux's `rtnetlink.h` and `if_link.h`."""
-
-
-class HostsError(RuntimeError):
-    """This machine does not allow emulated hosts; the message says what is missing."""
 
 
 @dataclass(frozen=True)
@@ -56,19 +47,6 @@ class Host:
     namespace: str
     address: str
     cpus: tuple[int, ...] | None = None
-
-    def run(
-        self, *command: str, timeout: float, cwd: Path | None = None, env: dict[str, str] | None = None
-    ) -> "subprocess.CompletedProcess[str]":
-        """Run a command on the host."""
-        return subprocess.run(
-            ["ip", "netns", "exec", self.namespace, *command],
-            cwd=cwd,
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
 
     def processes(self) -> list[int]:
         """Return the ids of all processes on the host."""
@@ -81,30 +59,28 @@ class Host:
 
     def remove(self) -> None:
         """Kill all processes on the host by id, then remove the host."""
-        for process in self.processes():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+        kill(*self.processes())
         subprocess.run(["ip", "netns", "delete", self.namespace], capture_output=True)
 
 
 def check_hosts() -> None:
-    """Raise `HostsError` if network namespaces cannot be created."""
+    """Raise `ConfigError` if network namespaces cannot be created."""
     if os.geteuid() != 0:
-        raise HostsError("two hosts on one machine need root, for network namespaces: run as root")
+        raise ConfigError(
+            "two hosts on one machine need root, for network namespaces: run as root (without root, "
+            "cluster.emulated_link_mbit paces the connections of a run)"
+        )
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
-            raise HostsError(f"two hosts on one machine need {tool}: apt-get install iproute2")
+            raise ConfigError(f"two hosts on one machine need {tool}: apt-get install iproute2")
     probe = f"braid-probe-{os.getpid()}"
     if subprocess.run(["ip", "netns", "add", probe], capture_output=True).returncode:
-        raise HostsError("this machine does not allow network namespaces (a container without CAP_SYS_ADMIN)")
+        raise ConfigError("this machine allows no network namespaces (a container without CAP_SYS_ADMIN)")
     subprocess.run(["ip", "netns", "delete", probe], check=True)
 
 
 class Hosts:
     """Two namespaces and the link between them."""
-
-    cluster: Mapping[str, float] = MappingProxyType({})
-    """Settings that configurations of ranks there need: none, as the link itself is shaped."""
 
     def __init__(self, hosts: tuple[Host, Host], devices: tuple[str, str]) -> None:
         self.hosts = hosts
@@ -161,46 +137,15 @@ def two_hosts() -> Iterator[Hosts]:
                 host.ip("link", "set", device, "up")
                 host.ip("link", "set", "lo", "up")
                 _set_packets(host.namespace, device, PACKET_BYTES)
-                for name, value in _TRANSPORT.items():
-                    # A kernel may lack a setting.
-                    host.run("sh", "-c", f"echo {value} > /proc/sys/net/ipv4/{name}", timeout=_END_SECONDS)
+                for name, value in _TRANSPORT.items():  # a kernel may lack a setting
+                    write = f"echo {value} > /proc/sys/net/ipv4/{name}"
+                    subprocess.run(
+                        ["ip", "netns", "exec", host.namespace, "sh", "-c", write], capture_output=True
+                    )
             yield Hosts(hosts, devices)
         finally:
             for host in hosts:
                 host.remove()
-
-
-PACED = (
-    "ranks run on this host's loopback instead, each connection paced to the rate: transfers that meet on "
-    "one link do not slow each other down, and both ends' copies are this host's"
-)
-"""Description of measurements without root, and how they differ from two hosts."""
-
-
-class Paced:
-    """Ranks on this host's loopback, on CPUs of their own, with paced connections."""
-
-    hosts: tuple[Host, ...] = ()
-
-    def __init__(self) -> None:
-        self.cluster: dict[str, float] = {}
-
-    def shape(self, mbit: float, message_bytes: float, inside_mbit: float | None = None) -> None:
-        """Make later connections at this rate; connections inside hosts have the same rate."""
-        self.cluster = {"emulated_link_mbit": mbit}
-
-    def places(self, ranks: int, *, filled: bool = False) -> list[ProcessPlace]:
-        """Return places as on two hosts, each with half of the CPUs."""
-        return [separate_places(2)[2 * rank // ranks if filled else rank % 2] for rank in range(ranks)]
-
-
-def two_hosts_or_paced() -> tuple[contextlib.AbstractContextManager[Hosts | Paced], str]:
-    """Return two emulated hosts; without root the paced loopback instead, with the reason in words."""
-    try:
-        check_hosts()
-    except HostsError as error:
-        return contextlib.nullcontext(Paced()), str(error)
-    return two_hosts(), ""
 
 
 def _limit(namespace: str, device: str, mbit: float, message_bytes: float) -> None:
@@ -243,39 +188,10 @@ def _remove_orphans() -> None:
             Host(path.name, "").remove()
 
 
-@contextlib.contextmanager
-def ray_cluster(
-    hosts: Sequence[Host], env: dict[str, str], cpus: int = 1, *, job_server: bool = False
-) -> Iterator[str]:
-    """Start a Ray cluster with one node on each host; yield its address.
-
-    ``job_server``: with Ray's dashboard on the first host, port `JOB_PORT`.
-    """
-    start = (sys.executable, "-m", "ray.scripts.scripts", "start")
-    head, other = hosts
-    address = f"{head.address}:{RAY_PORT}"
-    page = [f"--include-dashboard={str(job_server).lower()}"]
-    if job_server:
-        page += [f"--dashboard-host={head.address}", f"--dashboard-port={JOB_PORT}"]
-    with session_folder() as folder:  # ends Ray's processes, which carry its mark
-        starts = (
-            (head, ["--head", f"--port={RAY_PORT}", *page, f"--temp-dir={folder}/a"]),
-            (other, [f"--address={address}", f"--temp-dir={folder}/b"]),
-        )
-        for host, options in starts:
-            options += [f"--num-cpus={cpus}", f"--node-ip-address={host.address}", "--disable-usage-stats"]
-            result = host.run(
-                *start, *options, timeout=_START_SECONDS, env={**WORKERS, MARK: str(folder), **env}
-            )
-            if result.returncode:
-                raise HostsError(f"Ray did not start on {host.address}: {result.stdout}{result.stderr}")
-        yield address
-
-
 def _run(*command: str) -> None:
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
-        raise HostsError(f"{' '.join(command)}: {result.stderr.strip() or result.returncode}")
+        raise ConfigError(f"{' '.join(command)}: {result.stderr.strip() or result.returncode}")
 
 
 @contextlib.contextmanager

@@ -2,28 +2,22 @@
 down under a run. Waits until Ray knows of the change and the run follows it."""
 
 import contextlib
-import json
-import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from braid.actors.config import Config, ConfigError
-from braid.actors.controller.ranks.elastic import Degrees, best_degrees, degrees_of
+from braid.actors.controller.ranks.elastic import best_degrees, degrees_of
 from braid.jobs.cluster.session import WORKERS, environment, own_token, session_folder
 from braid.jobs.data.tokenizer import tokenizer_of
-from braid.jobs.drill.census import family
+from braid.jobs.drill.census import family, kill
 from braid.jobs.drill.command import Command, DrillError
-from braid.jobs.drill.plan import JOINS, NodeRange, PlannedFault
+from braid.jobs.drill.plan import JOINS, KINDS, SLOW, PlannedFault
 from braid.jobs.drill.report import FaultOutcome
 
-STEPS = 1_000_000
-"""Steps of the run: so many that every change of its ranks is worth its cost; it is ended after the last
-fault."""
-TOLERANCE = 2e-5
-"""Relative difference of fp32 losses that is allowed if sums are taken in another order."""
 _DRAIN_S = 60
 _STOPPED_S, _RUNS_S = 0.04, 0.02
 """Seconds that a rank on a slow node is stopped and runs, by turns: this gives a third of its speed."""
@@ -37,8 +31,19 @@ _SETTINGS = {
 """Settings of Ray with which it notices a lost node within seconds."""
 
 
-def degrees_on(config: Config, nodes: int) -> Degrees | None:
-    """Return the layout that an elastic run chooses on this number of nodes; None if there is none."""
+def usable_nodes(config: Config) -> set[int]:
+    """Return the numbers of nodes on which an elastic run has a rank on every node, and takes sums in the
+    same order: only the data-parallel degree differs from the configured layout.
+
+    Raise `ConfigError` if the run's elastic limits do not allow its own layout.
+    """
+    elastic, start = config.elastic, degrees_of(config)
+    least, most = elastic.min_ranks or 1, elastic.max_ranks or start.ranks
+    if not least <= start.ranks <= most:
+        raise ConfigError(
+            f"the layout has {start.ranks} ranks, elastic allows {least} to {most}: change "
+            f"elastic.min_ranks, elastic.max_ranks or parallel"
+        )
     vocabulary = tokenizer_of(config).vocabulary
 
     def fits(candidate: Config) -> bool:
@@ -47,51 +52,12 @@ def degrees_on(config: Config, nodes: int) -> Degrees | None:
             return True
         return False
 
-    return best_degrees(config, nodes, fits, config.elastic)
-
-
-def node_range(config: Config) -> NodeRange:
-    """Return the range of node counts around the layout's in which an elastic run has a rank on every node.
-
-    Raise `ConfigError` if the run's elastic limits do not allow its own layout.
-    """
-    elastic, start = config.elastic, config.layout().ranks
-    least, most = elastic.min_ranks or 1, elastic.max_ranks or start
-    if not least <= start <= most:
-        raise ConfigError(
-            f"the layout has {start} ranks, elastic allows {least} to {most}: change elastic.min_ranks, "
-            f"elastic.max_ranks or parallel"
-        )
-
-    def used(nodes: int) -> bool:
-        degrees = degrees_on(config, nodes)
-        return degrees is not None and degrees.ranks == nodes
-
-    low = high = start
-    while low > least and used(low - 1):
-        low -= 1
-    while high < most and used(high + 1):
-        high += 1
-    return NodeRange(start, low, high)
-
-
-def allowed_difference(config: Config, nodes: Iterable[int]) -> float:
-    """Return by how much losses may differ if the run has these numbers of nodes; 0: they must be
-    bit-identical.
-
-    Raise `ConfigError` for a precision in which sums in another order differ too much to compare.
-    """
-    layouts = {degrees_of(config), *(degrees_on(config, count) for count in nodes)}
-    cuts = {(layout.tp, layout.pp, layout.cp, layout.ep) for layout in layouts if layout is not None}
-    if len(layouts) == 1 or (config.train.deterministic_reduction and len(cuts) == 1):
-        return 0.0
-    if config.train.dtype == "bf16":
-        raise ConfigError(
-            "faults of nodes with train.dtype='bf16' can be judged only where nothing but the data-parallel "
-            "degree changes, with train.deterministic_reduction=true (parallel.ep does, too, with too few "
-            "nodes for it); set these, or train.dtype=fp32"
-        )
-    return TOLERANCE
+    chosen = {nodes: best_degrees(config, nodes, fits, elastic) for nodes in range(least, most + 1)}
+    return {
+        nodes
+        for nodes, degrees in chosen.items()
+        if degrees is not None and degrees.ranks == nodes and replace(degrees, dp=start.dp) == start
+    }
 
 
 class Nodes:
@@ -103,13 +69,9 @@ class Nodes:
         self._nodes: list[Any] = []
         self._joined = 0
         self._add(num_cpus=0, include_dashboard=False)
+        self.address = str(cluster.address)
         for _ in range(count):
             self.join()
-
-    @property
-    def address(self) -> str:
-        """Address of the cluster."""
-        return str(self._cluster.address)
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -132,11 +94,11 @@ class Nodes:
     def lose(self, node: Any) -> None:
         """Kill everything that runs on a node, if anything still does, and remove it from the cluster."""
         self._nodes.remove(node)
-        _kill(*_processes(node))
+        kill(*family(*_processes(node)))
         self._cluster.remove_node(node, allow_graceful=False)
 
-    def drain(self, node: Any) -> bool:
-        """Tell Ray that a node will be taken away; return False if Ray does not accept that."""
+    def drain(self, node: Any) -> None:
+        """Tell Ray that a node will be taken away; raise `DrillError` if Ray does not accept that."""
         import ray._raylet
         import ray.core.generated.autoscaler_pb2
 
@@ -146,7 +108,8 @@ class Nodes:
         deadline_ms = int((time.time() + _DRAIN_S) * 1000)
         client = raylet.GcsClient(address=self.address)
         accepted, _ = client.drain_node(node.node_id, reason, "a drill", deadline_ms)
-        return bool(accepted)
+        if not accepted:
+            raise DrillError("Ray does not drain the node")
 
     def processes(self) -> list[int]:
         """Return the ids of the processes of all nodes, including the head; workers are their descendants."""
@@ -178,124 +141,65 @@ def ray_nodes(count: int) -> Iterator[Nodes]:
         cluster = Cluster()
         stack.callback(cluster.shutdown)
         nodes = Nodes(cluster, count)
-        stack.callback(lambda: _kill(*nodes.processes()))  # all at once, so that nothing writes any more
+        stack.callback(
+            lambda: kill(*family(*nodes.processes()))
+        )  # all at once, so that nothing writes any more
         yield nodes
-
-
-def _kill(*roots: int) -> None:
-    """Kill processes and their descendants (SIGKILL)."""
-    for process in family(*roots):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
 
 
 def _processes(node: Any) -> list[int]:
     return [info.process.pid for infos in node.all_processes.values() for info in infos]
 
 
-# -- the faults ----------------------------------------------------------------------------------------------
-
-
-def slow_node(fault: PlannedFault, nodes: Nodes, command: Command, quarantine_s: float) -> FaultOutcome:
-    """Slow a node down until the run goes on without it; the run must leave it out until its quarantine
-    ends."""
-    outcome = FaultOutcome(fault, time.time())
-    address = str(nodes.at(fault.place).node_ip_address)  # by which Ray and the run know it
-    with _slowed(command, address):
-        command.wait(f"the run to go on without {address}", lambda: _ranks(command) == len(nodes) - 1)
-    left_out = command.incidents(outcome.fired, resized=True)[0]["time"]
-
-    def comes_back() -> bool:
-        if not _processes_at(command, address):
-            return False
-        if time.time() < left_out + quarantine_s:
-            raise DrillError(f"{fault.name}: {address} was taken again before its quarantine ended")
-        return _ranks(command) == len(nodes)
-
-    command.wait(f"{address} to be taken again after {quarantine_s:g} s", comes_back)
-    _note_change(outcome, command, outcome.fired)
-    return outcome
-
-
-def change_nodes(fault: PlannedFault, nodes: Nodes, command: Command) -> FaultOutcome:
-    """Let a node join or leave, and wait until Ray knows and the run has as many ranks as nodes."""
+def meet(fault: PlannedFault, nodes: Nodes, command: Command, quarantine_s: float) -> FaultOutcome:
+    """Cause a fault of nodes; wait until Ray knows of it and the run has as many ranks as nodes."""
     begun = time.time()
     outcome = FaultOutcome(fault, begun)
-    if fault.kind == JOINS:
+    if fault.kind == SLOW:
+        _slow_down(str(nodes.at(fault.place).node_ip_address), nodes, command, quarantine_s)
+    elif fault.kind == JOINS:
         node = nodes.join()
         command.wait(f"Ray to have the node of {fault.name}", lambda: nodes.alive(node))
         outcome.fired = time.time()
     else:
         node = nodes.at(fault.place)
-        if not nodes.alive(node):
-            raise DrillError(f"{fault.name}: the node was gone before")
-        if fault.kind == "node-lost":
-            nodes.lose(node)
-        elif not nodes.drain(node):
-            raise DrillError(f"{fault.name}: Ray does not drain the node")
+        (nodes.lose if fault.kind == "node-lost" else nodes.drain)(node)
     command.wait(
         f"{fault.nodes_after} ranks after {fault.name}",
         lambda: _ranks(command) == fault.nodes_after and bool(command.incidents(begun, resized=True)),
     )
     if fault.kind == "node-drained":
         nodes.lose(node)  # the announced loss
-    if fault.kind != JOINS:
+    if KINDS[fault.kind].nodes < 0:
         command.wait(f"Ray to know of {fault.name}", lambda: not nodes.alive(node))
-    _note_change(outcome, command, begun)
+    outcome.note(command.incidents(begun, resized=True)[0])
     return outcome
 
 
-@contextlib.contextmanager
-def _slowed(command: Command, address: str) -> Iterator[None]:
-    """Stop and continue the ranks on a node many times a second, for the length of the block."""
-    over = threading.Event()
+def _slow_down(address: str, nodes: Nodes, command: Command, quarantine_s: float) -> None:
+    """Stop and continue the ranks at an address many times a second until the run goes on without them; wait
+    until it takes the node again, not before its quarantine ends."""
+    begun, over = time.time(), threading.Event()
 
     def by_turns() -> None:
         while not over.is_set():
-            processes = _processes_at(command, address)
+            processes = command.ranks_at(address)
             for number, seconds in ((signal.SIGSTOP, _STOPPED_S), (signal.SIGCONT, _RUNS_S)):
-                for process in processes:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(process, number)
+                kill(*processes, signal_number=number)
                 time.sleep(seconds)
 
     thread = threading.Thread(target=by_turns, name="slow node")
     thread.start()
     try:
-        yield
+        command.wait(f"the run to go on without {address}", lambda: _ranks(command) == len(nodes) - 1)
     finally:
         over.set()
         thread.join()
+    command.wait(f"{address} to be taken again", lambda: bool(command.ranks_at(address)))
+    if time.time() < command.incidents(begun, resized=True)[0]["time"] + quarantine_s:
+        raise DrillError(f"{address} was taken again before its quarantine of {quarantine_s:g} s ended")
 
 
 def _ranks(command: Command) -> int:
     """Return the number of ranks in the newest step."""
     return len(command.newest().get("peak_bytes", ()))
-
-
-def _processes_at(command: Command, address: str) -> list[int]:
-    """Return the ids of the ranks' processes on a node, as the run recorded them; empty while it writes the
-    file."""
-    with contextlib.suppress(OSError, ValueError):
-        ranks = json.loads((command.broken / "cluster.json").read_text(encoding="utf-8"))["ranks"]
-        return [int(rank["process"]) for rank in ranks if rank["address"] == address]
-    return []
-
-
-def _note_change(outcome: FaultOutcome, command: Command, since: float) -> None:
-    """Record in ``outcome`` what the run reports of its first change of ranks after a fault."""
-    change = command.incidents(since, resized=True)[0]
-    begun = detected = change["time"]
-    if outcome.fault.kind == "node-lost":  # ranks are missed first, then known to have no replacement
-        missed = (line["time"] for line in command.events("restarted"))
-        detected = min((when for when in missed if when >= outcome.fired), default=begun)
-    kept = change["step"] - change["steps_lost"]
-    outcome.note(
-        {
-            **change,
-            "time": detected,
-            "recovered_after_seconds": begun + change["recovered_after_seconds"] - detected,
-            "restored_from": f"checkpoint step-{kept}" if kept else "the beginning",
-            "parts": {"room": begun - detected, **change["parts"]},
-        }
-    )

@@ -2,15 +2,15 @@
 
 import os
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from braid.actors.config import Config, ConfigError
 from braid.actors.stage.rank.messages import Fault, FaultKind, FaultPhase
 from braid.scheduling.text.suggestions import must_be_one_of
 
-HOSTS, DISK, NODES = "two emulated hosts", "a small disk", "emulated Ray nodes"
-"""Environments that a fault may need; the former two need root."""
+HOSTS, DISK, NODES = "root, for two emulated hosts", "root, for a small disk", "Ray, elastic"
+"""What a fault may need."""
 
 
 @dataclass(frozen=True)
@@ -79,30 +79,15 @@ KINDS: Mapping[str, DrillFault] = {
 }
 """Kinds of faults by name."""
 
-NEED_ROOT = frozenset(name for name, fault in KINDS.items() if fault.needs in (HOSTS, DISK))
 NODE_FAULTS = tuple(name for name, fault in KINDS.items() if fault.needs == NODES)
-
-
-def changes_nodes(kinds: Iterable[str]) -> bool:
-    """Return whether any of these faults concerns nodes, so that the run needs a Ray cluster."""
-    return not {*kinds}.isdisjoint(NODE_FAULTS)
-
 
 LEAST_TO_BE_SLOW = 3
 """Least number of nodes for one to be slow: with two, it is unknown which one is slow."""
 _GAP = 6
 """Least number of steps between two faults."""
 _FIRST = 4
-
-
-@dataclass(frozen=True)
-class NodeRange:
-    """A drill's number of nodes at the start, and its least and largest allowed number; every node has a
-    rank."""
-
-    start: int
-    least: int
-    most: int
+_ORDERS = 10_000
+"""Number of random orders that are tried to keep the number of nodes in its range."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +97,8 @@ class PlannedFault:
     name: str
     kind: str
     step: int
-    """Number of finished steps after which it occurs. With faults of nodes, which last for a time instead of
-    a number of steps, the distance to the previous fault is counted from that fault's end."""
+    """Number of finished steps after which it occurs. Faults of nodes last for a time instead of a number of
+    steps, and occur some steps after the previous one."""
     place: float
     """Random number in [0, 1) for all further choices, such as the rank or file."""
     nodes: int | None = None
@@ -124,47 +109,34 @@ class PlannedFault:
         """Number of nodes after the fault; None in a drill without faults of nodes."""
         return None if self.nodes is None else self.nodes + KINDS[self.kind].nodes
 
-    @property
-    def nodes_used(self) -> list[int]:
-        """Numbers of nodes that the run uses: when the fault occurs, afterwards, and without a slow node."""
-        if self.nodes is None:
-            return []
-        return [self.nodes, self.nodes + KINDS[self.kind].nodes, self.nodes - (self.kind == SLOW)]
-
     def in_rank(self, ranks: int) -> Fault | None:
         """Return the fault for a rank that causes it itself; None for a fault from outside."""
         if (what := KINDS[self.kind].in_rank) is None:
             return None
         rank, place = divmod(self.place * ranks, 1.0)
-        step = self.step if self.nodes is None else None
-        return Fault(name=self.name, kind=what[0], rank=int(rank), step=step, phase=what[1], place=place)
+        return Fault(name=self.name, kind=what[0], rank=int(rank), step=self.step, phase=what[1], place=place)
 
 
 def possible_faults(config: Config) -> list[str]:
-    """Return all faults that can be made together on this machine for a configuration; as many nodes join as
-    leave."""
+    """Return the faults that are made on this machine if none are named: all faults of nodes for a run that
+    follows its nodes, in which as many nodes join as leave, else all others that can be made."""
     possible = [kind for kind in KINDS if not _obstacle(config, kind)]
-    if os.environ.get("RAY_ADDRESS"):
-        possible = [kind for kind in possible if kind not in NODE_FAULTS]
-    if JOINS in possible:
-        possible.remove("skip")
-        if (config.elastic.max_ranks or 0) < LEAST_TO_BE_SLOW:
-            possible.remove(SLOW)
-    return [kind for kind in possible for _ in range(2 if kind == JOINS else 1)]
+    if JOINS not in possible or os.environ.get("RAY_ADDRESS"):
+        return [kind for kind in possible if kind not in NODE_FAULTS]
+    enough = (config.elastic.max_ranks or 0) >= LEAST_TO_BE_SLOW
+    return [JOINS, *(kind for kind in NODE_FAULTS if enough or kind != SLOW)]
 
 
 def check_faults(config: Config, kinds: Sequence[str]) -> None:
     """Raise `ConfigError` for faults that are unknown, cannot be made here, or cannot be combined."""
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         raise ConfigError(f"--faults: {unknown[0]!r} {must_be_one_of(unknown[0], KINDS)}")
-    if changes_nodes(kinds):
-        if not NEED_ROOT.isdisjoint(kinds):
-            raise ConfigError(
-                f"--faults: {', '.join(NODE_FAULTS)} need cluster.launcher=ray, and "
-                f"{', '.join(sorted(NEED_ROOT))} need --launcher processes: drill them one after the other"
-            )
-        if "skip" in kinds:
-            raise ConfigError("--faults skip: the step that is left out is another one where nodes change")
+    others = [kind for kind in kinds if kind not in NODE_FAULTS]
+    if others and len(others) < len(kinds):
+        raise ConfigError(
+            f"--faults: {', '.join(NODE_FAULTS)} change the ranks of a run, and {others[0]} does not: drill "
+            f"them one after the other"
+        )
     for kind in kinds:
         if why := _obstacle(config, kind):
             raise ConfigError(f"--faults {kind}: {why}")
@@ -182,15 +154,14 @@ def _obstacle(config: Config, kind: str) -> str:
         if cluster.launcher != "ray":
             return "faults of nodes need cluster.launcher=ray: leave out --launcher processes"
         if cluster.address is not None:
-            return (
-                f"faults of nodes come to a Ray cluster that the drill starts itself: leave out "
-                f"cluster.address={cluster.address!r}"
-            )
+            return f"the drill starts a Ray cluster itself: leave out cluster.address={cluster.address!r}"
         if config.elastic.max_ranks is None:
             return (
                 f"faults of nodes need a run that follows its nodes: add a section elastic with max_ranks, "
                 f"such as --set elastic.max_ranks={layout.ranks + 2}"
             )
+        if not config.train.deterministic_reduction:
+            return "losses are compared bit for bit: --set train.deterministic_reduction=true"
     if kind == "cut-gather" and not layout.zero:
         return "no parameters are gathered without sharding: --set parallel.zero=1"
     if kind == "cut-reduce" and layout.dp * layout.cp == 1:
@@ -199,58 +170,48 @@ def _obstacle(config: Config, kind: str) -> str:
 
 
 def plan_drill(
-    kinds: Sequence[str], count: int, seed: int, nodes: NodeRange | None = None
+    kinds: Sequence[str], count: int, seed: int, start: int | None = None, usable: Collection[int] = ()
 ) -> list[PlannedFault]:
     """Plan every kind of fault ``count`` times, in an order drawn by the seed, some steps apart.
 
-    ``nodes``: range in which faults keep the number of nodes; raise `ConfigError` if no order does that.
+    ``start``: number of nodes at first, in a drill with faults of nodes, and ``usable``: the numbers that
+    there may be. Raise `ConfigError` if no order keeps to these.
     """
     draw = random.Random(seed)
-    left = [kind for kind in kinds for _ in range(count)]
-    draw.shuffle(left)
-    if nodes is not None:
-        _check_range(left, nodes)
-    planned, step, there = list[PlannedFault](), _FIRST, None if nodes is None else nodes.start
-    while left:
-        kind = left[0] if nodes is None or there is None else _next(left, nodes, there)
-        left.remove(kind)
+    order = [kind for kind in kinds for _ in range(count)]
+    for _ in range(_ORDERS):
+        draw.shuffle(order)
+        if start is None or _keeps(order, start, usable):
+            break
+    else:
+        numbers = ", ".join(map(str, sorted(usable)))
+        changes = [KINDS[kind].nodes for kind in order]
+        raise ConfigError(
+            f"{changes.count(1)} nodes that join and {changes.count(-1)} that leave, beginning with {start}: "
+            f"no order was found in which every number is one of {numbers} (there each node has a rank, and "
+            f"only the data-parallel degree changes); {SLOW} needs {LEAST_TO_BE_SLOW} nodes and allows one "
+            f"less: name other --faults (one that is named twice comes twice), lower --count, or widen "
+            f"elastic.min_ranks and elastic.max_ranks"
+        )
+    planned, step, nodes = list[PlannedFault](), _FIRST, start
+    for kind in order:
         name = f"{len(planned):03}-{kind}"
-        planned.append(PlannedFault(name, kind, step + draw.randrange(3), draw.random(), there))
-        there = planned[-1].nodes_after
+        planned.append(PlannedFault(name, kind, step + draw.randrange(3), draw.random(), nodes))
+        nodes = planned[-1].nodes_after
         step += _GAP * KINDS[kind].gaps
     return planned
 
 
-def _check_range(kinds: Sequence[str], nodes: NodeRange) -> None:
-    """Raise `ConfigError` unless the final number of nodes lies in the range, and the range has several
-    numbers. Otherwise some remaining fault is always possible: at the largest number, one that removes a
-    node, and so on."""
-    changes = [KINDS[kind].nodes for kind in kinds]
-    end = nodes.start + sum(changes)
-    if changes_nodes(kinds) and (nodes.least == nodes.most or not nodes.least <= end <= nodes.most):
-        raise ConfigError(
-            f"{changes.count(1)} nodes that join and {changes.count(-1)} that leave lead from {nodes.start} "
-            f"to {end} nodes, and elastic and the model's layouts allow {nodes.least} to {nodes.most}: name "
-            f"other --faults (one that is named twice comes twice), lower --count, or widen "
-            f"elastic.min_ranks and elastic.max_ranks"
-        )
-
-
-def _next(left: Sequence[str], nodes: NodeRange, there: int) -> str:
-    """Return the first fault that is possible with ``there`` nodes; a slow node comes as early as
-    possible."""
-    can = [kind for kind in left if nodes.least <= there + KINDS[kind].nodes <= nodes.most]
-    if SLOW in left:
-        if there >= LEAST_TO_BE_SLOW and there > nodes.least:
-            return SLOW
-        # Prefer joining to leaving, as the number of nodes may not rise again.
-        can = sorted((kind for kind in can if kind != SLOW), key=lambda kind: KINDS[kind].nodes < 0)
-    if not can:
-        raise ConfigError(
-            f"--faults {', '.join(left)}: with {there} nodes none of these can come; {SLOW} needs "
-            f"{LEAST_TO_BE_SLOW} nodes, and one more than elastic.min_ranks"
-        )
-    return can[0]
+def _keeps(order: Iterable[str], nodes: int, usable: Collection[int]) -> bool:
+    """Return whether faults in this order leave usable numbers of nodes, and a node is slow only among
+    enough others."""
+    for kind in order:
+        if kind == SLOW and (nodes < LEAST_TO_BE_SLOW or nodes - 1 not in usable):
+            return False
+        nodes += KINDS[kind].nodes
+        if nodes not in usable:
+            return False
+    return True
 
 
 def steps_of(planned: Sequence[PlannedFault]) -> int:

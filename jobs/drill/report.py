@@ -7,8 +7,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Column, Table
 
-from braid.jobs.drill.census import Census
 from braid.jobs.drill.plan import PlannedFault
+
+COLUMNS = ("fault", "detected after", "recovered after", "steps lost", "restored from")
 
 
 @dataclass
@@ -32,18 +33,21 @@ class FaultOutcome:
         """Copy what the controller has recorded about the fault."""
         self.detected_after = max(0.0, incident["time"] - self.fired)
         self.recovered_after = incident["recovered_after_seconds"]
-        self.steps_lost, self.restored_from = incident["steps_lost"], incident["restored_from"]
+        self.steps_lost = incident["steps_lost"]
+        kept = incident["step"] - self.steps_lost  # by a change of nodes, whose incidents say no more
+        checkpoint = f"checkpoint step-{kept}" if kept else "the beginning"
+        self.restored_from = incident.get("restored_from", checkpoint)
         self.parts, self.noticed = incident["parts"], incident["text"]
 
+    def cells(self) -> list[str]:
+        """Return the cells of `COLUMNS`."""
+        after = (self.detected_after, self.recovered_after)
+        detected, recovered = ("" if seconds is None else f"{seconds:.2f} s" for seconds in after)
+        lost = str(self.steps_lost) if detected else ""
+        return [self.fault.name, detected, recovered, lost, self.restored_from or "(no rank failed)"]
+
     def __str__(self) -> str:
-        parts = [self.fault.name]
-        if self.detected_after is not None:
-            parts.append(f"detected after {self.detected_after:.2f} s")
-        if self.recovered_after is not None:
-            parts.append(f"recovered after {self.recovered_after:.2f} s")
-        if self.restored_from:
-            parts.append(f"from {self.restored_from}, {self.steps_lost} steps lost")
-        return ", ".join(parts)
+        return ", ".join(f"{title} {cell}" for title, cell in zip(COLUMNS, self.cells(), strict=True) if cell)
 
 
 @dataclass
@@ -56,88 +60,41 @@ class Report:
     identical_samples: bool
     largest_difference: float
     """Largest difference of a loss, relative to the undisturbed run."""
-    allowed_difference: float
-    """Largest difference that is allowed; 0: losses and parameters must be bit-identical."""
-    interval: int
-    """Steps between two checkpoints."""
     seconds: float
     emulated_hosts: bool
     emulated_nodes: bool
-    held: list[Census]
+    held: list[dict[str, int]]
     """Resources of the machine that the run held before the first fault and after the last one; empty if its
     number of ranks differed."""
 
     @property
-    def close(self) -> bool:
-        """Whether losses may differ, and differ by no more than allowed."""
-        return 0 < self.allowed_difference >= self.largest_difference
-
-    @property
     def passed(self) -> bool:
         """Whether the run came out as if no fault had occurred."""
-        exact = self.identical_losses and self.identical_parameters
-        return self.identical_samples and (exact or self.close)
-
-    @property
-    def most_lost(self) -> int:
-        """Largest number of steps that one fault cost."""
-        return max((outcome.steps_lost for outcome in self.outcomes), default=0)
+        return self.identical_losses and self.identical_parameters and self.identical_samples
 
     def as_json(self) -> dict[str, Any]:
         """Convert to one JSON object."""
-        return {**asdict(self), "most_lost": self.most_lost, "passed": self.passed}
+        return {**asdict(self), "passed": self.passed}
 
 
 def show(console: Console, report: Report) -> None:
     """Print the table of faults, and whether the run came out as required."""
-    where = "this machine"
-    if report.emulated_hosts:
-        where = "gloo, two emulated hosts"
-    elif report.emulated_nodes:
+    where = "gloo, two emulated hosts" if report.emulated_hosts else "this machine"
+    if report.emulated_nodes:
         where = "gloo, emulated nodes on one machine"
-    numbers = (Column(name, justify="right") for name in ("detected after", "recovered after", "steps lost"))
-    table = Table(
-        Column("fault", no_wrap=True),
-        *numbers,
-        Column("restored from", no_wrap=True),
-        title=f"Fault drill ({where})",
-        title_justify="left",
-    )
+    columns = (Column(title, justify="right" if title in COLUMNS[1:4] else "left") for title in COLUMNS)
+    table = Table(*columns, title=f"Fault drill ({where})", title_justify="left")
     for outcome in report.outcomes:
-        after = outcome.detected_after, outcome.recovered_after
-        detected, recovered = ("" if seconds is None else f"{seconds:.2f} s" for seconds in after)
-        lost = str(outcome.steps_lost) if detected else ""
-        table.add_row(
-            outcome.fault.name, detected, recovered, lost, outcome.restored_from or "no rank failed"
-        )
+        table.add_row(*outcome.cells())
     console.print(table)
-    allowed = report.allowed_difference
-    if allowed:
-        console.print(
-            f"asked: the samples of every step, and losses within {allowed:g}, as other numbers of ranks add "
-            f"up in another order (train.deterministic_reduction asks for the same bits)",
-            highlight=False,
-        )
-    for what, same, enough in (
-        ("losses", report.identical_losses, f"within {allowed:g}" if report.close else ""),
-        ("final parameters", report.identical_parameters, "not the same bits" if allowed else ""),
-        ("samples of every step", report.identical_samples, ""),
-    ):
-        verdict = f"[green]{enough}[/green]" if enough else "[red]DIFFERENT[/red]"
-        if same:
-            verdict = "[green]identical, bit for bit[/green]"
-        console.print(f"{what}: {verdict}", highlight=False)
-    color = "green" if report.most_lost <= report.interval else "yellow"
-    console.print(
-        f"steps lost by one fault, at most: [{color}]{report.most_lost}; a checkpoint every "
-        f"{report.interval}[/{color}]",
-        highlight=False,
-    )
-    for when, held in zip(("before the first fault", "after the last fault"), report.held, strict=False):
-        console.print(
-            f"{when}: {held.processes} processes, {held.threads} threads, {held.files} files ({held.sockets} "
-            f"sockets), {held.resident_bytes / 2**20:.0f} MiB",
-            highlight=False,
-        )
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False)
+
+    for what in ("losses", "parameters", "samples"):
+        same = getattr(report, f"identical_{what}")
+        say(f"{what}: " + ("[green]identical, bit for bit[/green]" if same else "[red]DIFFERENT[/red]"))
     if not report.identical_losses:
-        console.print(f"largest relative difference of a loss: {report.largest_difference:.2e}")
+        say(f"largest relative difference of a loss: {report.largest_difference:.2e}")
+    for when, held in zip(("before the first fault", "after the last fault"), report.held, strict=False):
+        say(f"{when}: " + ", ".join(f"{number} {what}" for what, number in held.items()))

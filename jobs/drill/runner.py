@@ -1,47 +1,34 @@
 """Runs a drill: a run with faults, then the same run without, and compares them."""
 
 import contextlib
-import json
-import os
 import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from braid.actors.config import Config, ConfigError, ElasticConfig, parse_config
+from braid.actors.config import Config, ConfigError, parse_config
 from braid.actors.controller.controller import RunOptions
 from braid.actors.controller.records.step_record import read_metrics
 from braid.actors.controller.state.manifest import MANIFEST, CheckpointStore
-from braid.actors.stage.rank.faults import FOLDER, call, fire, fired_at, let_go
+from braid.actors.stage.rank.faults import FOLDER, fired_at, let_go
 from braid.actors.stage.state.checkpoint import read_tensors
-from braid.jobs.drill.census import Census, census
-from braid.jobs.drill.command import BROKEN, PATIENCE_S, WHOLE, Command, DrillError, Spec
+from braid.jobs.drill.census import census, kill
+from braid.jobs.drill.command import BROKEN, PATIENCE_S, WHOLE, Command
 from braid.jobs.drill.hosts import Hosts, two_hosts
-from braid.jobs.drill.nodes import (
-    STEPS,
-    Nodes,
-    allowed_difference,
-    change_nodes,
-    degrees_on,
-    node_range,
-    ray_nodes,
-    slow_node,
-)
+from braid.jobs.drill.nodes import Nodes, meet, ray_nodes, usable_nodes
 from braid.jobs.drill.plan import (
     DAMAGE,
     HOSTS,
     KINDS,
     NODE_FAULTS,
-    SLOW,
     PlannedFault,
-    changes_nodes,
     check_faults,
     plan_drill,
     steps_of,
@@ -54,6 +41,9 @@ _MBIT, _SLOW_MBIT = 1000, 100
 _DISK_MB = 256
 _QUARANTINE_S = 20.0
 """Seconds of a slow node's quarantine, unless the configuration says otherwise: drills are short."""
+_STEPS = 1_000_000
+"""Steps of a run with faults of nodes: so many that every change of its ranks is worth its cost; it is ended
+after the last fault."""
 
 
 class Drill:
@@ -74,19 +64,20 @@ class Drill:
         """Raise `ConfigError` for faults that are unknown, or cannot be made here."""
         check_faults(config, kinds)
         self._base, self._progress = config, progress
-        self._planned = plan_drill(kinds, count, seed, node_range(config) if changes_nodes(kinds) else None)
-        self._needs = {KINDS[fault.kind].needs for fault in self._planned}
-        counts = [number for fault in self._planned for number in fault.nodes_used]
-        self._counts = counts
-        """Numbers of nodes that the run has; empty without faults of nodes."""
-        self._allowed = allowed_difference(config, counts) if counts else 0.0
-        in_ranks = (fault.in_rank(fault.nodes or config.layout().ranks) for fault in self._planned)
+        self._ranks = config.layout().ranks
+        self._of_nodes = kinds[0] in NODE_FAULTS
+        if self._of_nodes:
+            self._planned = plan_drill(kinds, count, seed, self._ranks, usable_nodes(config))
+        else:
+            self._planned = plan_drill(kinds, count, seed)
+        in_ranks = (fault.in_rank(self._ranks) for fault in self._planned)
         self._faults = [fault for fault in in_ranks if fault is not None]
         self._folder = config.runs / f"{config.name}-drill-{seed}"
         self._mirror = self._folder.with_name(f"{self._folder.name}-mirror").absolute()
         """Second folder for checkpoints, on another disk: faults damage the first one, or fill its disk."""
         self._command = Command(self._folder)
         self._broken = self._command.broken
+        self._store = CheckpointStore(self._broken / "checkpoints")
         self._outcomes: list[FaultOutcome] = []
 
     def run(self) -> Report:
@@ -94,7 +85,7 @@ class Drill:
         behind."""
         begin = time.monotonic()
         with contextlib.ExitStack() as stack:
-            if HOSTS in self._needs:
+            if any(KINDS[fault.kind].needs == HOSTS for fault in self._planned):
                 self._hosts = stack.enter_context(two_hosts())
                 self._hosts.shape(_MBIT)
             for folder in (self._folder, self._mirror):
@@ -106,8 +97,8 @@ class Drill:
                 stack.enter_context(_small_disk(self._folder))
             stack.enter_context(contextlib.closing(self._command))
             nodes: contextlib.AbstractContextManager[Nodes | None] = contextlib.nullcontext()
-            if self._counts:
-                nodes = ray_nodes(self._counts[0])
+            if self._of_nodes:
+                nodes = ray_nodes(self._ranks)
             with nodes as self._nodes, contextlib.closing(self._command):
                 held = self._disturbed()
             self._nodes = None
@@ -117,61 +108,60 @@ class Drill:
             self._wait_for_end(WHOLE)
             return self._compare(time.monotonic() - begin, held)
 
-    def _disturbed(self) -> list[Census]:
+    def _disturbed(self) -> list[dict[str, int]]:
         """Run with faults; return a census before and after them, or nothing if the numbers of ranks
         differ."""
-        steps = "" if self._counts else f" in {steps_of(self._planned)} steps"
-        self._progress(f"the disturbed run: {len(self._planned)} faults{steps}")
+        self._progress(f"the disturbed run: {len(self._planned)} faults")
+        command = self._command
         self._start(BROKEN, resume=False)
-        self._command.wait("the first steps", lambda: self._command.step() >= 2)
+        command.wait("the first steps", lambda: command.step() >= 2)
         held = [self._held()]
-        for fault, before in zip(self._planned, [None, *self._planned], strict=False):
-            outcome = self._meet(fault, before)
-            self._outcomes.append(outcome)
-            self._progress(str(outcome))
-        after = self._command.step() if self._counts else self._planned[-1].step
-        self._command.wait("the steps after the last fault", lambda: self._command.step() >= after + 3)
+        for fault in self._planned:
+            self._outcomes.append(self._meet(fault))
+            self._progress(str(self._outcomes[-1]))
+        after = command.step() if self._of_nodes else self._planned[-1].step
+        command.wait("the steps after the last fault", lambda: command.step() >= after + 3)
         held.append(self._held())
-        if self._counts:
-            self._command.process.send_signal(signal.SIGTERM)
+        if self._of_nodes:
+            command.process.send_signal(signal.SIGTERM)
         self._wait_for_end(BROKEN)
-        return held if not self._counts or self._counts[0] == self._planned[-1].nodes_after else []
+        return held if self._planned[-1].nodes_after in (None, self._ranks) else []
 
     # -- the run ---------------------------------------------------------------------------------------------
 
     def _config(self, name: str) -> Config:
         """Build the configuration of a run: the drill's defaults, then the user's values, then what a drill
         requires."""
-        base = self._base
         defaults: dict[str, Any] = {
             "checkpoint": {"every": 5, "copies_every": 1},
             "cluster": {"group_timeout_s": 15.0},
             "data": {"directory": str(self._folder / "data")},
         }
-        needed: dict[str, Any] = {
+        cluster: dict[str, Any] = {}
+        elastic: dict[str, Any] = {}
+        if self._of_nodes:
+            cluster = {"device": "cpu", "cpus_per_rank": 1.0}
+            defaults["cluster"]["placement_timeout_s"] = 5.0
+            defaults["elastic"] = {"quarantine_s": _QUARANTINE_S}
+        if self._nodes is not None:
+            cluster["address"] = self._nodes.address
+        elif self._of_nodes:  # the undisturbed run
+            cluster["launcher"], elastic["max_ranks"] = "processes", None
+        elif self._hosts is not None:
+            cluster["launcher"] = "processes"
+        steps = _STEPS if self._of_nodes else max(self._base.train.steps, steps_of(self._planned))
+        needed = {
             "name": name,
             "runs": str(self._folder),
             "checkpoint": {"mirror": (self._mirror / name).as_uri()},
             "failure": {"max_restarts": -1},
-            "train": {"steps": STEPS if self._counts else max(base.train.steps, steps_of(self._planned))},
+            "train": {"steps": steps},
             "telemetry": {"page": False, "progress": False},
+            "cluster": cluster,
+            "elastic": elastic,
         }
-        if self._hosts is not None:
-            needed["cluster"] = {"launcher": "processes"}
-        if self._counts:
-            needed["cluster"] = {"device": "cpu", "cpus_per_rank": 1.0}
-        if self._nodes is not None:
-            defaults["cluster"]["placement_timeout_s"] = 5.0
-            defaults["elastic"] = {"quarantine_s": _QUARANTINE_S}
-            degrees = degrees_on(base, len(self._nodes))  # also for a run that is started again
-            assert degrees is not None
-            needed["cluster"]["address"] = self._nodes.address
-            needed["parallel"] = asdict(degrees)
-        elif self._counts:
-            needed["cluster"]["launcher"] = "processes"
-            base = base.model_copy(update={"elastic": ElasticConfig()})  # the number of ranks stays fixed
         content: dict[str, Any] = {}
-        for layer in (defaults, base.model_dump(mode="json", exclude_unset=True), needed):
+        for layer in (defaults, self._base.model_dump(mode="json", exclude_unset=True), needed):
             for key, value in layer.items():
                 content[key] = {**content.get(key, {}), **value} if isinstance(value, dict) else value
         return parse_config(content)
@@ -182,48 +172,39 @@ class Drill:
             places = [replace(host, cpus=None) for host in self._hosts.places(config.layout().ranks)]
         self._command.start(
             name,
-            Spec(
-                config=config.model_dump(mode="json"),
-                options=RunOptions(resume=resume, overwrite=not resume, again=resume, until=until),
-                faults=tuple(fault for fault in self._faults if name == BROKEN or fault.kind == "skip"),
-                places=places,
-            ),
+            config=config,
+            options=RunOptions(resume=resume, overwrite=not resume, again=resume, until=until),
+            faults=tuple(fault for fault in self._faults if name == BROKEN or fault.kind == "skip"),
+            places=places,
         )
 
-    def _held(self) -> Census:
+    def _held(self) -> dict[str, int]:
         """Count what the disturbed run and all processes that it started hold."""
         return census(self._command.process.pid, *(self._nodes.processes() if self._nodes else []))
 
     def _wait_for_end(self, name: str) -> None:
-        if code := self._command.wait_for_end(PATIENCE_S + 10.0 * steps_of(self._planned)):
+        if code := self._command.wait_for_end(name, PATIENCE_S + 10.0 * steps_of(self._planned)):
             raise self._command.failed(f"run {name} ended with exit code {code}")
 
     # -- faults ----------------------------------------------------------------------------------------------
 
-    def _meet(self, fault: PlannedFault, before: PlannedFault | None) -> FaultOutcome:
+    def _meet(self, fault: PlannedFault) -> FaultOutcome:
         """Cause a fault, and wait until it is over."""
-        command, marks = self._command, self._broken / FOLDER
-        due, in_rank = fault.step, fault.in_rank(1)
-        if self._counts and before is not None:
-            due += command.step() - before.step
-        if in_rank is None or in_rank.step is None:
-            command.wait(f"step {due}", lambda: command.step() >= due)
-        if fault.kind == "cut-save":
-            command.wait("a checkpoint to be written", self._saving)
-        if fault.kind in DAMAGE:
-            command.wait("a second checkpoint", self._two_saved)
-        if in_rank is not None:
-            if in_rank.step is None:
-                call(marks, fault.name)
+        command, marks, fired = self._command, self._broken / FOLDER, 0.0
+        before = command.step()
+        if self._nodes is not None:
+            command.wait("further steps", lambda: command.step() >= before + 4)
+            return meet(fault, self._nodes, command, self._config(BROKEN).elastic.quarantine_s)
+        if KINDS[fault.kind].in_rank is not None:
             command.wait(f"fault {fault.name} to fire", (marks / fault.name).exists)
-        elif not fire(marks, fault.name):
-            raise DrillError(f"fault {fault.name} had fired before")
-        if fault.kind in NODE_FAULTS:
-            assert self._nodes is not None
-            if fault.kind == SLOW:
-                return slow_node(fault, self._nodes, command, self._config(BROKEN).elastic.quarantine_s)
-            return change_nodes(fault, self._nodes, command)
-        outcome = FaultOutcome(fault, fired_at(marks, fault.name))
+            fired = fired_at(marks, fault.name)
+        else:
+            command.wait(f"step {fault.step}", lambda: command.step() >= fault.step)
+            if fault.kind == "cut-save":
+                command.wait("a checkpoint to be written", self._saving)
+            if fault.kind in DAMAGE:
+                command.wait("a second checkpoint", self._two_saved)
+        outcome = FaultOutcome(fault, fired or time.time())
         after = command.step()
         self._act(fault)
         if KINDS[fault.kind].harmless or fault.kind == "sigterm":
@@ -242,15 +223,14 @@ class Drill:
         if fault.kind in (*DAMAGE, "kill-controller", "sigterm"):
             # End the command, and start it again as a user would.
             self._command.process.send_signal(signal.SIGTERM if fault.kind == "sigterm" else signal.SIGKILL)
-            self._command.wait_for_end()
-            self._command.wait_for_controller()
+            self._command.wait_for_end(BROKEN)
             self._start(BROKEN, resume=True)
         if fault.kind == "disk-full":
             self._fill_disk()
         if self._hosts is None:
             return
         if fault.kind == "kill-host":
-            self._kill_host(self._hosts.hosts[int(fault.place * 2)].address)
+            kill(*self._command.ranks_at(self._hosts.hosts[int(fault.place * 2)].address))
         if fault.kind.startswith("cut-"):
             self._cut(fault, self._hosts)
         if fault.kind == "slow-link":
@@ -260,21 +240,19 @@ class Drill:
 
     def _two_saved(self) -> bool:
         """Return whether an older checkpoint remains if the newest is damaged."""
-        steps = CheckpointStore(self._broken / "checkpoints").steps()
+        steps = self._store.steps()
         return len(steps) > 1 and steps[-1] in {line["step"] for line in self._command.events("saved")}
 
     def _damage(self, fault: PlannedFault) -> None:
         """Cut a file of the newest checkpoint in half, or change one of its bytes."""
-        store = CheckpointStore(self._broken / "checkpoints")
-        newest = store.directory / f"step-{store.steps()[-1]}"
+        newest = self._store.directory / f"step-{self._store.steps()[-1]}"
         files = sorted(path for path in newest.rglob("*") if path.is_file() and path.name != MANIFEST)
         path = files[int(fault.place * len(files))]
-        size = path.stat().st_size
-        if fault.kind == "torn-checkpoint":
-            os.truncate(path, size // 2)
-            return
         content = bytearray(path.read_bytes())
-        content[int(fault.place * 1e6) % size] ^= 0x10
+        if fault.kind == "torn-checkpoint":
+            del content[len(content) // 2 :]
+        else:
+            content[int(fault.place * 1e6) % len(content)] ^= 0x10
         path.write_bytes(content)
 
     def _fill_disk(self) -> None:
@@ -288,14 +266,6 @@ class Drill:
             time.sleep(1.0 + step_s * (self._config(BROKEN).checkpoint.every + 1))
         finally:
             filler.unlink()
-
-    def _kill_host(self, address: str) -> None:
-        """Kill all ranks of a host (SIGKILL)."""
-        cluster = json.loads((self._broken / "cluster.json").read_text(encoding="utf-8"))
-        for process, host in zip(cluster["processes"], cluster["addresses"], strict=True):
-            if host == address:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
 
     def _cut(self, fault: PlannedFault, hosts: Hosts) -> None:
         """Cut the link for a moment, or until the controller has noticed."""
@@ -311,12 +281,12 @@ class Drill:
 
     def _saving(self) -> bool:
         """Return whether ranks are writing a checkpoint."""
-        folders = (self._broken / "checkpoints").glob("step-*.tmp-*")
+        folders = self._store.directory.glob("step-*.tmp-*")
         return any(not (folder / ".metadata").exists() for folder in folders)
 
     # -- what came of it -------------------------------------------------------------------------------------
 
-    def _compare(self, seconds: float, held: list[Census]) -> Report:
+    def _compare(self, seconds: float, held: list[dict[str, int]]) -> Report:
         folders = [self._folder / name for name in (WHOLE, BROKEN)]
         whole, broken = (list(read_metrics(folder / "metrics.jsonl")) for folder in folders)
         tensors, others = (
@@ -330,12 +300,10 @@ class Drill:
             identical_parameters=tensors.keys() == others.keys()
             and all(torch.equal(tensor, others[name]) for name, tensor in tensors.items()),
             identical_samples=[(r.step, r.samples) for r in whole] == [(r.step, r.samples) for r in broken],
-            allowed_difference=self._allowed,
             largest_difference=max((abs(a.loss - b.loss) / abs(a.loss) for a, b in pairs), default=0.0),
-            interval=self._config(BROKEN).checkpoint.every,
             seconds=seconds,
             emulated_hosts=self._hosts is not None,
-            emulated_nodes=bool(self._counts),
+            emulated_nodes=self._of_nodes,
             held=held,
         )
 

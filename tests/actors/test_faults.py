@@ -15,7 +15,7 @@ import torch
 
 from braid.actors.controller.planning import build_schedule
 from braid.actors.stage.model.layers import load_layers
-from braid.actors.stage.rank.faults import FOLDER, Saboteur, call, fire, fired_at, let_go
+from braid.actors.stage.rank.faults import FOLDER, Saboteur, fire, fired_at, let_go
 from braid.actors.stage.rank.messages import Fault, FaultKind, FaultPhase
 from braid.scheduling.generate.lower import scheduled_parts
 from braid.scheduling.model.layers import model_parts
@@ -158,19 +158,6 @@ def test_it_comes_once_at_its_place(
     assert len(hit) == 1 if phase == "optimizer" else len(hit) > 1
 
 
-def test_without_a_step_it_comes_when_it_is_called(
-    tmp_path: Path, stretches: tuple[Stretch, ...], killed: list[int]
-) -> None:
-    saboteur = Saboteur([fault(step=None), fault(name="001", step=None)], 1, tmp_path, stretches)
-    assert saboteur.before(5, gradients()) is None
-    call(tmp_path / FOLDER, "000")
-    assert len(positions(saboteur, 6, len(stretches), killed)) == 1
-    assert (tmp_path / FOLDER / "000").exists()
-    assert not (tmp_path / FOLDER / "001").exists(), "another one was called"
-    assert positions(saboteur, 7, len(stretches), killed) == []
-    assert Saboteur([fault(step=None)], 0, tmp_path, stretches).before(7, gradients()) is None
-
-
 @pytest.mark.parametrize(("kind", "parallel"), [("nan", {"pp": 2, "dp": 2}), ("skip", {})], ids=str)
 def test_a_gradient_that_is_no_number(
     tmp_path: Path, killed: list[int], parallel: dict[str, int], kind: FaultKind
@@ -199,21 +186,18 @@ def test_a_gradient_that_is_no_number(
     assert held.buckets[0].gradients.shard.isnan().any() == (kind == "skip")
 
 
-@pytest.mark.parametrize("step", [5, None], ids=["at a step", "when it is called"])
 def test_a_save_is_hit_while_it_writes(
-    tmp_path: Path, stretches: tuple[Stretch, ...], killed: list[int], step: int | None
+    tmp_path: Path, stretches: tuple[Stretch, ...], killed: list[int]
 ) -> None:
     def waiting() -> list[threading.Thread]:
         return [thread for thread in threading.enumerate() if thread.name == "saboteur"]
 
-    saboteur = Saboteur([fault(step=step, phase="save")], 1, tmp_path, stretches)
+    saboteur = Saboteur([fault(phase="save")], 1, tmp_path, stretches)
     assert saboteur.before(5, gradients()) is None
     folder = tmp_path / "step-6.tmp-1"
     folder.mkdir()
     saboteur.during_save(5, folder)
     assert not waiting(), "a save too early"
-    if step is None:
-        call(tmp_path / FOLDER, "000")
     saboteur.during_save(6, folder)
     (thread,) = waiting()
     assert killed == [], "nothing is written yet"

@@ -19,7 +19,6 @@ ALLOWED = {
     "actors.controller": {"actors.controller", "actors.stage", "actors.config", "scheduling"},
     "dashboards": {"dashboards", "scheduling"},
     "jobs": {"jobs", "actors", "scheduling", "dashboards"},
-    "jobs.bench": {"jobs", "actors", "scheduling", "dashboards", "kernels"},
 }
 """Layer -> layers whose modules it may import."""
 
@@ -32,7 +31,6 @@ RAY_FILES = {
     "jobs/cluster/submission.py",
     "jobs/training/train.py",
     "jobs/data/executors.py",
-    "jobs/bench/training.py",
     "jobs/drill/nodes.py",
 }
 """Ray is a shell: the only files that may import it."""

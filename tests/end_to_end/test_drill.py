@@ -8,14 +8,7 @@ import pytest
 
 from braid.actors.controller.records.json_lines import read_lines
 from tests.end_to_end.clusters import require_hosts
-from tests.end_to_end.command import (
-    braid,
-    left_running,
-    processes_mentioning,
-    start,
-    write_config,
-    write_corpus,
-)
+from tests.end_to_end.command import braid, processes_mentioning, write_config, write_corpus
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(450)]
 
@@ -25,10 +18,9 @@ def drill(folder: Path, faults: str, *options: str, **sections: dict[str, Any]) 
     write_corpus(folder)
     usual = {"parallel": {"tp": 2}, "overlap": {"schedule": "braid"}, "cluster": {"cpus_per_rank": 0.5}}
     write_config(folder, **{**usual, **sections})
-    outcome = braid(folder, "drill", "run.yaml", "--faults", faults, "--json", *options, timeout=400)
+    outcome = braid(folder, "drill", "run.yaml", "--faults", faults, "--json", *options, timeout=850)
     assert outcome.code == 0, outcome.errors + outcome.output
-    report: dict[str, Any] = json.loads(outcome.output)
-    return report
+    return dict(json.loads(outcome.output))
 
 
 def check(report: dict[str, Any], harmless: set[str]) -> None:
@@ -59,8 +51,8 @@ def test_ranks_and_controller(tmp_path: Path, kinds: str) -> None:
             assert outcome["restored_from"].startswith("checkpoint")
     before, after = report["held"]
     assert after["processes"] == before["processes"]
-    # Two ranks may be between two connections when sockets are counted; a leak is of every fault.
-    assert after["sockets"] <= before["sockets"] + 2
+    # Two ranks may be between two connections when files are counted; a leak is of every fault.
+    assert after["files"] <= before["files"] + 6
 
 
 UNLIKE: dict[str, dict[str, Any]] = {
@@ -105,12 +97,8 @@ def test_links_that_are_cut_at_a_place_in_a_step(tmp_path: Path, zero: int) -> N
         "cut-gather": "waits for parameters.0 dp",
         "cut-optimizer": "waits for peers dp",  # to tell when they issued the step's collectives
     }
-    sections: dict[str, dict[str, Any]] = {
-        "model": {"layers": 4},
-        "parallel": {"dp": 2, "zero": zero},
-        "overlap": {"schedule": "ddp"},
-    }
-    report = drill(tmp_path, ",".join(awaited), "--seed", "7", **sections)
+    layout = {"parallel": {"dp": 2, "zero": zero}, "overlap": {"schedule": "ddp"}}
+    report = drill(tmp_path, ",".join(awaited), "--seed", "7", model={"layers": 4}, **layout)
     check(report, set())
     for outcome in report["outcomes"]:
         assert outcome["restored_from"] == "copies in memory"
@@ -118,6 +106,7 @@ def test_links_that_are_cut_at_a_place_in_a_step(tmp_path: Path, zero: int) -> N
 
 
 NODES: dict[str, Any] = {
+    "overlap": {"schedule": "megatron"},
     "train": {"global_batch": 12, "micro_batch": 1, "deterministic_reduction": True},
     "parallel": {"dp": 2, "zero": 3},
     "checkpoint": {"every": 20},
@@ -131,35 +120,19 @@ NODES: dict[str, Any] = {
 @pytest.mark.timeout(900)
 def test_nodes(tmp_path: Path) -> None:
     """Nodes that join, are slow and lost: the bits of two ranks throughout. A drained one: `test_nodes`."""
-    write_corpus(tmp_path)
-    write_config(tmp_path, **NODES)
     faults = "node-joins,node-slow,node-lost"
-    process = start(tmp_path, "drill", "run.yaml", "--faults", faults, "--seed", "2", "--json")
-    try:
-        output, errors = process.communicate(timeout=850)
-    finally:
-        process.kill()
-    assert process.returncode == 0, errors + output
-    assert not left_running(process.pid)
+    report = drill(tmp_path, faults, "--seed", "2", **NODES)
     assert not processes_mentioning(str(tmp_path), patience=10.0)
-    report = json.loads(output)
     check(report, set())
-    assert report["allowed_difference"] == 0
     assert all(report[key] for key in ("identical_losses", "identical_parameters", "emulated_nodes"))
-    assert sorted(one["fault"]["kind"] for one in report["outcomes"]) == sorted(faults.split(","))
-    for one in report["outcomes"]:
-        assert list(one["parts"]) == ["room", "plan", "rendezvous", "restore", "first step"]
-        assert abs(sum(one["parts"].values()) - one["recovered_after"]) < 1e-3
-        assert one["steps_lost"] == 0  # of a lost node's ranks the others have copies
+    assert sorted(outcome["fault"]["kind"] for outcome in report["outcomes"]) == sorted(faults.split(","))
+    for outcome in report["outcomes"]:
+        assert list(outcome["parts"]) == ["plan", "rendezvous", "restore", "first step"]
+        assert abs(sum(outcome["parts"].values()) - outcome["recovered_after"]) < 1e-3
+        assert outcome["steps_lost"] == 0  # of a lost node's ranks the others have copies
     run = tmp_path / "runs" / "run-drill-2" / "broken"
     ranks = [len(line["peak_bytes"]) for line in read_lines(run / "metrics.jsonl")]
-    assert set(ranks) >= {one["fault"]["nodes"] for one in report["outcomes"]}, "each number has trained"
+    assert set(ranks) >= {outcome["fault"]["nodes"] for outcome in report["outcomes"]}, (
+        "each number has trained"
+    )
     assert len(report["held"]) == 2, "as many nodes at the end as at the begin"
-
-
-def test_faults_are_listed(tmp_path: Path) -> None:
-    write_corpus(tmp_path)
-    write_config(tmp_path)
-    listed = braid(tmp_path, "drill", "run.yaml", "--list")
-    assert listed.code == 0
-    assert {"cut-long", "node-drained"} <= {*listed.output.split()}

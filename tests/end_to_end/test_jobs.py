@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from braid.actors.controller.records.json_lines import read_lines
-from braid.jobs.drill.hosts import JOB_PORT, Host, ray_cluster, two_hosts
-from tests.end_to_end.clusters import require_hosts
+from braid.jobs.drill.hosts import Host, two_hosts
+from tests.end_to_end.clusters import JOB_PORT, ray_on_hosts, require_hosts, run_on
 from tests.end_to_end.command import ROOT, environment, processes_mentioning, write_config, write_corpus
 
 BIN = Path(sys.executable).parent
@@ -40,7 +40,7 @@ class Cluster:
     def braid(self, *arguments: str, **env: str) -> "subprocess.CompletedProcess[str]":
         """``braid ARGUMENTS --address ...`` on the first host."""
         command = [sys.executable, "-m", "braid", *arguments, "--address", self.url]
-        return self.host.run(*command, timeout=_PATIENCE, cwd=self.folder, env=self.env | env)
+        return run_on(self.host, *command, timeout=_PATIENCE, cwd=self.folder, env=self.env | env)
 
     def good(self, *arguments: str) -> str:
         """The same, which must succeed; its output."""
@@ -84,7 +84,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     token.write_text(secrets.token_hex(32))
     here = environment() | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
     nodes = here | {"PYTHONPATH": str(other.parent), "PATH": os.pathsep.join((str(BIN), here["PATH"]))}
-    with two_hosts() as link, ray_cluster(link.hosts, nodes, cpus=2, job_server=True):
+    with two_hosts() as link, ray_on_hosts(link.hosts, nodes, cpus=2):
         (session,) = sessions(link.hosts[0])
         yield Cluster(tmp_path, link.hosts[0], here)
     assert not Path(session).exists()
@@ -138,7 +138,7 @@ def test_two_jobs_at_once(cluster: Cluster) -> None:
     variables = json.dumps({"env_vars": {"PYTHONPATH": str(ROOT)}})
     options = ["--no-wait", "--submission-id=plain", "--working-dir=.", f"--runtime-env-json={variables}"]
     command = [str(BIN / "ray"), "job", "submit", f"--address={cluster.url}", *options, "--", *plain]
-    started = cluster.host.run(*command, timeout=_PATIENCE, cwd=cluster.folder, env=cluster.env)
+    started = run_on(cluster.host, *command, timeout=_PATIENCE, cwd=cluster.folder, env=cluster.env)
     assert started.returncode == 0, started.stdout + started.stderr
 
     follower = cluster.follow("run")

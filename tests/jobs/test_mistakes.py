@@ -226,7 +226,9 @@ MISTAKES = [
     Mistake(f"{TENSORS} cut-gather", "--faults cut-gather: |--set parallel.zero=1"),
     Mistake(f"{NODES} node-lost --launcher processes", "need cluster.launcher=ray"),
     Mistake(f"{NODES} node-lost --set elastic={{}}", "--set elastic.max_ranks=4"),
-    Mistake(f"{NODES} node-lost --count 2", "lead from 2 to 0 nodes", torch=True),
+    Mistake(
+        f"{NODES} node-lost --count 2", "0 nodes that join and 2 that leave, beginning with 2", torch=True
+    ),
     Mistake(f"{NODES} node-lost,kill-host", "drill them one after the other"),
     Mistake("plan llama3-8b", "llama3-8b is neither|did you mean 'llama-3.1-8b'?"),
     Mistake("plan llama-3.1-8b --cluster h100x8", "cluster 'h100x8' is no preset; did you mean 'h100'?"),

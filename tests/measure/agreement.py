@@ -20,15 +20,51 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from braid.jobs.bench.overlap_rows import FEWEST, StepTimes, rank_correlation
+import numpy as np
+from scipy.stats import pearsonr, rankdata
+
+FEWEST = 3
+"""Least number of steps for which a rank correlation is computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judged(StepTimes):
-    """A step that was simulated before its rounds too."""
+class StepTimes:
+    """Step times of one schedule, in seconds."""
 
     before: float
     """Simulated by the profile before the rounds."""
+    simulated: float
+    """Simulated by the profile after the rounds."""
+    measured: float
+    spread: float
+    """Interquartile range of the measured step."""
+
+    @property
+    def error(self) -> float:
+        """Error of the simulated step, relative to the measured one."""
+        return abs(self.simulated - self.measured) / self.measured
+
+    def ties(self, other: "StepTimes") -> bool:
+        """Return whether the measured steps differ by less than their spread."""
+        return abs(self.measured - other.measured) <= (self.spread + other.spread) / 2
+
+
+def rank_correlation(steps: Sequence[StepTimes]) -> float | None:
+    """Compute Spearman's rank correlation of simulated and measured steps; None if all measured steps tie.
+
+    Steps whose measured times tie get the mean of their ranks on both sides, since neither order is wrong.
+    """
+    simulated = rankdata([step.simulated for step in steps])
+    measured = rankdata([step.measured for step in steps])
+    left = sorted(range(len(steps)), key=lambda index: steps[index].measured)
+    while left:
+        alike = [index for index in left if steps[index].ties(steps[left[0]])]
+        if len(alike) == len(steps):
+            return None
+        for ranks in (simulated, measured):
+            ranks[alike] = ranks[alike].mean()
+        left = left[len(alike) :]
+    return 0.0 if np.ptp(simulated) == 0 else float(pearsonr(simulated, measured).statistic)
 
 
 def agreement(files: Sequence[Path]) -> dict[str, Any]:
@@ -38,7 +74,7 @@ def agreement(files: Sequence[Path]) -> dict[str, Any]:
     before them. Rank correlations take ties as equals; None for fewer than three steps, and where all tie.
     """
     cases: list[dict[str, Any]] = []
-    steps: list[Judged] = []
+    steps: list[StepTimes] = []
     for path in files:
         try:
             result = json.loads(path.read_text(encoding="utf-8"))
@@ -61,7 +97,7 @@ def agreement(files: Sequence[Path]) -> dict[str, Any]:
     }
 
 
-def _errors(steps: Sequence[Judged]) -> dict[str, float]:
+def _errors(steps: Sequence[StepTimes]) -> dict[str, float]:
     return {
         "median_error": median(step.error for step in steps),
         "worst_error": max(step.error for step in steps),
@@ -69,10 +105,10 @@ def _errors(steps: Sequence[Judged]) -> dict[str, float]:
     }
 
 
-def _step(row: Mapping[str, Any]) -> Judged:
+def _step(row: Mapping[str, Any]) -> StepTimes:
     before = float(row["predicted_seconds"])
     beside = row.get("beside_seconds")
-    return Judged(
+    return StepTimes(
         before=before,
         simulated=before if beside is None else float(beside),
         measured=float(row["seconds_per_step"]),

@@ -47,11 +47,11 @@ Round = dict[str, Leg]
 def summary(rounds: list[Round]) -> dict[str, Any]:
     """Medians and quartiles over at least one round, seconds; each is compared within itself, as load comes
     and goes: the cost of a save is its leg minus the same round's without one."""
-    stalls = {kind: [one[kind].stalled for one in rounds] for kind in (SYNCHRONOUS, ASYNCHRONOUS)}
-    costs = {kind: [one[kind].seconds - one[ALONE].seconds for one in rounds] for kind in stalls}
+    stalls = {kind: [legs[kind].stalled for legs in rounds] for kind in (SYNCHRONOUS, ASYNCHRONOUS)}
+    costs = {kind: [legs[kind].seconds - legs[ALONE].seconds for legs in rounds] for kind in stalls}
     return {
         "rounds": len(rounds),
-        "alone": asdict(Spread.of([one[ALONE].seconds for one in rounds])),
+        "alone": asdict(Spread.of([legs[ALONE].seconds for legs in rounds])),
         "stall": {kind: asdict(Spread.of(values)) for kind, values in stalls.items()},
         "stall_ratio": asdict(Spread.of_ratios(stalls[ASYNCHRONOUS], stalls[SYNCHRONOUS])),
         "cost": {kind: asdict(Spread.of(values)) for kind, values in costs.items()},
@@ -115,9 +115,9 @@ def run(runs: Path, hidden: int, layers: int, rounds: int, steps: int) -> dict[s
         legs = Legs(parse_config(content), stack)
         legs.leg(ASYNCHRONOUS, 2)  # warms up: files, memory, pages
         kinds = [ALONE, SYNCHRONOUS, ASYNCHRONOUS]
-        found = [{kind: legs.leg(kind, steps) for kind in random.sample(kinds, 3)} for _ in range(rounds)]
+        taken = [{kind: legs.leg(kind, steps) for kind in random.sample(kinds, 3)} for _ in range(rounds)]
         size = sum(file.stat().st_size for file in Path(legs.homes.newest_good().path).iterdir())
-        return {"checkpoint_bytes": size, "steps": steps, **summary(found)}
+        return {"checkpoint_bytes": size, "steps": steps, **summary(taken)}
 
 
 def main() -> None:

@@ -1,16 +1,11 @@
-"""What telemetry costs a run, and how many spans its stream carries.
-
-The price: a run that records spans and streams them into files for some steps and not for others, by turns; a
-step is what the controller needs from one to the next. The stream: processes that push spans through ring and
-socket into files, as ranks do, as fast as they can and at a given rate.
+"""What telemetry costs a run: a run that records spans and streams them into files for some steps and not for
+others, by turns; a step is what the controller needs from one to the next.
 """
 
 import argparse
 import contextlib
 import json
-import multiprocessing
 import random
-import resource
 import tempfile
 import time
 from collections.abc import Sequence
@@ -18,20 +13,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from braid.actors.config import Config, load_config, parse_config
 from braid.actors.controller.controller import Controller, RunOptions
 from braid.actors.controller.ranks.group import WorkerGroup
 from braid.actors.controller.ranks.processes import ProcessLauncher
 from braid.actors.controller.records.run_records import StepDone
-from braid.actors.controller.records.span_files import SpanFiles, socket_collector
-from braid.actors.stage.measure.span_stream import SocketSink, SpanStream
 from braid.actors.stage.rank.interface import Rank
 from braid.jobs.bench.rounds import Spread, prepare_text
-from braid.scheduling.mesh.cluster import Stream
-from braid.scheduling.trace.batches import RECORD, Labels
-from braid.scheduling.trace.spans import Label
 from tests.end_to_end.command import ROOT
 from tests.end_to_end.runs import run_plan
 from tests.spans import read_folder
@@ -39,8 +27,6 @@ from tests.spans import read_folder
 ON, OFF = "with", "without"
 TURN = 5
 """Steps in a row with or without telemetry: longer than the stream waits before it sends a batch."""
-PER_STEP = 2000
-"""Spans that a made-up step has."""
 
 
 class KeepingLauncher(ProcessLauncher):
@@ -97,73 +83,15 @@ def measure_price(config: Config, folder: Path, steps: int) -> dict[str, Any]:
     }
 
 
-def measure_throughput(folder: Path, *, ranks: int, rate: float | None, seconds: float) -> dict[str, Any]:
-    """Processes push made-up steps through ring, socket and collector into files; spans a second.
-
-    ``rate``: of all ranks together; None: as many as they can.
-    """
-    files = SpanFiles(folder / f"stream-{rate}", 64 << 20)
-    context = multiprocessing.get_context("spawn")
-    results: Any = context.Queue()
-    with socket_collector(files) as collector:
-        given = (collector.target, None if rate is None else rate / ranks, seconds, results)
-        processes = [context.Process(target=push, args=(rank, *given)) for rank in range(ranks)]
-        for process in processes:
-            process.start()
-        found = [results.get(timeout=seconds + 60) for _ in processes]
-        for process in processes:
-            process.join()
-    counts = files.counts()
-    took, dropped, grown = zip(*found, strict=True)
-    return {
-        "ranks": ranks,
-        "asked_per_second": rate,
-        "written_per_second": counts.written / max(took),
-        "dropped": sum(dropped),
-        "lost": counts.lost,
-        "grown_bytes": max(grown),
-    }
-
-
-def push(rank: int, target: str, rate: float | None, seconds: float, results: Any) -> None:
-    """One process."""
-    labels = Labels(Label(operator=f"operator {n}", stream=Stream.COMPUTE, layer=n % 8) for n in range(200))
-    records = np.zeros(PER_STEP, RECORD)
-    records["label"] = np.arange(PER_STEP) % len(labels)
-    stream = SpanStream(rank, 1, SocketSink(target), budget=float("inf"))
-    before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
-    step = 0
-    while (passed := time.perf_counter() - begin) < seconds:
-        if rate is not None and step * PER_STEP > rate * passed:
-            time.sleep(0.001)
-            continue
-        records = records.copy()
-        records["start_ns"] = time.time_ns()
-        records["end_ns"] = records["start_ns"] + 1000
-        stream.put(labels, records, step)
-        step += 1
-        if rate is None:
-            time.sleep(0)
-    stream.close()
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    results.put((time.perf_counter() - begin, stream.dropped, grown * 1024))
-
-
 def main() -> None:
     """Measure; JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     demo = ROOT / "jobs" / "recipes" / "demo.yaml"
     parser.add_argument("config", type=Path, nargs="?", default=demo, help="a run's YAML file")
     parser.add_argument("--steps", type=int, default=60, help="steps of each side")
-    parser.add_argument("--seconds", type=float, default=5.0, help="for how long spans are pushed")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="braid-bench-") as name:
-        price = measure_price(load_config(chosen.config), Path(name), chosen.steps)
-        streams = [
-            measure_throughput(Path(name), ranks=2, rate=rate, seconds=chosen.seconds)
-            for rate in (None, 200_000.0)
-        ]
-    print(json.dumps({"price": price, "throughput": streams}, indent=1))
+        print(json.dumps(measure_price(load_config(chosen.config), Path(name), chosen.steps), indent=1))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """Faults that a rank injects into itself at an exact instruction, for drills (`braid drill`) only.
 
 A fault fires once in a run, even if its step is repeated: before it fires, the rank writes a file in
-``runs/NAME/faults``, which also proves the fault and its time. Only ``skip`` fires whenever its step runs. A
-fault without a step waits until another process calls it by creating a file.
+``runs/NAME/faults``, which also proves the fault and its time. Only ``skip`` fires whenever its step runs.
 """
 
 import os
@@ -48,12 +47,6 @@ def fire(folder: Path, name: str) -> bool:
 def fired_at(folder: Path, name: str) -> float:
     """Return when a fault fired, in seconds since 1970."""
     return (folder / name).stat().st_mtime
-
-
-def call(folder: Path, name: str) -> None:
-    """Call a fault that has no step of its own: let it fire at the next opportunity."""
-    folder.mkdir(exist_ok=True)
-    (folder / f"{name}.called").touch()
 
 
 def let_go(folder: Path, name: str) -> None:
@@ -108,21 +101,15 @@ class Saboteur:
         ``folder``.
         """
         for fault in self._faults:
-            due = self._is_called(fault) if fault.step is None else fault.step < steps_done
-            if fault.phase == "save" and due and not (self._folder / fault.name).exists():
+            due = fault.phase == "save" and fault.step < steps_done
+            if due and not (self._folder / fault.name).exists():
                 hit = partial(self._when_written, fault, folder)
                 threading.Thread(target=hit, name="saboteur", daemon=True).start()
                 return
 
     def _due(self, step: int) -> Iterator[Fault]:
         """Yield the faults that are due in a step, except faults of saves."""
-        for fault in self._faults:
-            due = self._is_called(fault) if fault.step is None else fault.step == step
-            if due and fault.phase != "save":
-                yield fault
-
-    def _is_called(self, fault: Fault) -> bool:
-        return (self._folder / f"{fault.name}.called").exists()
+        return (fault for fault in self._faults if fault.step == step and fault.phase != "save")
 
     def _when_written(self, fault: Fault, folder: Path) -> None:
         deadline = time.monotonic() + 5.0

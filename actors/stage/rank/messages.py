@@ -68,10 +68,8 @@ class Fault:
     runs, so that the step is skipped), or a wait until `faults.let_go` (hold).
     """
     rank: int
-    step: int | None
-    """Step of the fault, from 0; with phase "save", the first save after this step. None: as soon as the
-    fault is called (`faults.call`).
-    """
+    step: int
+    """Step of the fault, from 0; with phase "save", the first save after this step."""
     phase: FaultPhase
     place: float = 0.0
     """Point of the phase at which the fault fires, in [0, 1): a fraction of the phase's blocks or
