@@ -12,13 +12,12 @@ from torch import Tensor
 from braid.actors.stage.rank import assembly
 from braid.actors.stage.run.cuda_streams import CudaStreams
 from braid.actors.stage.run.streams import Transfer
-from braid.actors.stage.state.bucket import Bucket
 from braid.actors.stage.state.buckets import RankBuckets
 from braid.kernels.collectives.communicator import Communicator
 from braid.kernels.collectives.primitives import Launch
 from braid.scheduling.mesh.cluster import Stream
 from braid.scheduling.schedule.code import Body, Code
-from braid.scheduling.schedule.operations import Compute, Node, Operation
+from braid.scheduling.schedule.operations import Compute, Gather, Node, Operation
 from tests.cuda.communicators import ModelGroup, Work
 from tests.cuda.machine import here
 
@@ -164,20 +163,20 @@ def unawaited(owner: Any, which: Which) -> Altered:
     return altered(owner, "wait", wait)
 
 
-def given_back_in_transfer(kind: type, memory: Callable[[Bucket], Any]) -> Altered:
-    """Memory of a bucket is given back when its transfer was issued, and made anew when that is taken."""
+def given_back_while_gathered() -> Altered:
+    """Memory of a bucket's parameters is given back when its gather is issued, and made anew at its wait."""
 
     def start(whole: Any, own: Any, what: Any) -> None:
         whole(own, what)
-        if not isinstance(what, kind) or what.bucket is None:
+        if not isinstance(what, Gather) or what.bucket is None:
             return
         for bucket, (_, transfer) in zip(own._of(what), own._pending[what], strict=True):
             transfer.launch, transfer.work = Launch(transfer.launch.result.new_empty(0), nothing), None
-            memory(bucket).release()
+            bucket.parameters.release()
 
     def wait(whole: Any, own: Any, what: Any) -> None:
-        for bucket in own._of(what) if isinstance(what, kind) and what.bucket is not None else ():
-            memory(bucket).make(zeros=True)
+        for bucket in own._of(what) if isinstance(what, Gather) and what.bucket is not None else ():
+            bucket.parameters.make(zeros=True)
         whole(own, what)
 
     return all_of(altered(RankBuckets, "start", start), altered(RankBuckets, "wait", wait))
@@ -207,22 +206,17 @@ def relinked(change: Callable[[list[Operation]], list[Operation]]) -> Altered:
 
 def earlier(moved: Which, over: Which) -> Altered:
     """Every operation of a kind before the nearest one of another kind that it stood behind."""
-    return relinked(lambda operations: _earlier(operations, moved, over))
 
+    def change(operations: list[Operation]) -> list[Operation]:
+        found: list[Operation] = []
+        for one in operations:
+            at = len(found)
+            if moved(one):
+                at = max((n for n, other in enumerate(found) if over(other)), default=at)
+            found.insert(at, one)
+        return found
 
-def later(moved: Which, over: Which) -> Altered:
-    """Every operation of a kind behind the nearest one of another kind that it stood before."""
-    return relinked(lambda operations: _earlier(operations[::-1], moved, over)[::-1])
-
-
-def _earlier(operations: list[Operation], moved: Which, over: Which) -> list[Operation]:
-    found: list[Operation] = []
-    for one in operations:
-        at = len(found)
-        if moved(one):
-            at = max((n for n, other in enumerate(found) if over(other)), default=at)
-        found.insert(at, one)
-    return found
+    return relinked(change)
 
 
 def is_a(operation: Any, what: Any = object, axis: str = "") -> Which:

@@ -18,6 +18,7 @@ from braid.scheduling.mesh.partition import parse_partition
 from tests.cuda.steps import IN_STAGES, OF_TOKENS
 from tests.cuda.training import Runs, assert_near, assert_predicted, assert_same_bits, sections
 from tests.end_to_end.command import ROOT
+from tests.end_to_end.plain_regularisation import REGULARISED, RegularisedTrainer
 from tests.scheduling.partition_cases import Cut, cuts
 
 pytestmark = pytest.mark.alone
@@ -76,6 +77,21 @@ CASES: dict[str, dict[str, Any]] = {
     ),
     "a bias of the router": sections("braid:w", {"dp": 2, "ep": 2, "tp": 2}, {**MOE, "balance_rate": 0.02}),
 }
+REGULAR: dict[str, dict[str, Any]] = {
+    "dropout, ring, documents": sections(
+        "wavelet", {"cp": 2, "context": "ring"}, None, REGULARISED, **DOCUMENTS
+    ),
+    "dropout, degrees": sections(
+        "oases", {"tp": 4, "tensor_degrees": "4 2 1 2"}, None, {**REGULARISED, "micro_batch": 4}
+    ),
+    "dropout, a capacity": sections(
+        "wavelet", {"tp": 2, "dp": 2, "ep": 2}, CAPACITY, {**REGULARISED, **AGAIN, "micro_batch": 2}
+    ),
+    "dropout, a tied table in shares": sections(
+        "ddp", {"dp": 2, "zero": 3}, {"family": "gpt", "tied_head": True, "hidden": 36}, REGULARISED
+    ),
+}
+"""With dropout, label smoothing and z-loss, whose masks NumPy makes for plain PyTorch."""
 DECIDED: dict[str, dict[str, Any]] = {
     "units": {"unit_layers": 4},
     "put off by twins": {"unit_layers": 4, "put_off": True},
@@ -100,21 +116,22 @@ def cut(sections: Mapping[str, Any], partitions: Iterable[str]) -> dict[str, Any
     return {"hosts": ranks // 2, "partitions": tuple(map(parse_partition, partitions))}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *REGULAR])
 def test_a_special_run(runs: Runs, name: str) -> None:
-    content, decided = CASES[name], dict(DECIDED.get(name, {}))
+    content, decided = {**CASES, **REGULAR}[name], dict(DECIDED.get(name, {}))
     if name in PARTITIONS:
         decided |= cut(content, PARTITIONS[name])
     outcome, run = runs.of(content, **decided)
     assert run.faults == []
     assert_predicted(outcome, run)
     kept = ("tp", "cp") if "capacity_factor" in content["model"] else ()
-    assert_near(run, runs.plain(content, *kept), 1e-9, 1e-9)
+    trainer = RegularisedTrainer if name in REGULAR else PlainTrainer
+    assert_near(run, runs.plain(content, *kept, trainer_of=trainer), 1e-9, 1e-9)
 
 
 @pytest.mark.slow
 @given(cuts(MESHES))
-@settings(max_examples=10)
+@settings(max_examples=5)
 def test_collectives_in_any_stages_and_pieces(runs: Runs, drawn: Cut) -> None:
     """A layer whose collectives are each cut in a way of its own computes what the whole one does."""
     model = {"family": drawn.family, "heads": 8, "kv_heads": 8, "layers": 2}
@@ -149,11 +166,19 @@ def test_layers_of_several_kinds_train_as_with_nothing_beside_anything(
     assert_same_bits(run, runs.serial(content))
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt"])
-def test_replicas_change_no_bit_of_deterministic_sums(runs: Runs, family: str) -> None:
+def test_own_layers_drop_what_they_add_to_the_residual_stream(runs: Runs) -> None:
+    """And not what they add to each other. Masks are the same whether one rank has all features or two."""
+    own = {**OWN, "pattern": "parallel", "layers": 2}
+    one, two = (runs.of(sections("braid:w", {"tp": tp}, own, REGULARISED))[1] for tp in (1, 2))
+    assert two.losses == pytest.approx(one.losses, rel=1e-12)
+    plain = runs.of(sections("megatron", {}, own))[1]
+    assert plain.losses[0] != one.losses[0]
+
+
+def test_replicas_change_no_bit_of_deterministic_sums(runs: Runs) -> None:
     """With ``train.deterministic_reduction``, for any number of replicas that share a batch."""
     train = {"dtype": "fp32", "deterministic_reduction": True, "global_batch": 12}
-    model = {"family": family, "layers": 2}
+    model = {"family": "gpt", "layers": 2}
     first, *others = (runs.of(sections("megatron", {"dp": dp}, model, train))[1] for dp in (1, 2, 3))
     for run in others:
         assert_same_bits(run, first)

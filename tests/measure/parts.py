@@ -27,6 +27,7 @@ from braid.scheduling.model.shape import ModelShape
 from braid.scheduling.plan.decide import Outcome, anything, measured, outcome_of
 from braid.scheduling.plan.orders import layer_pair, segment_steps
 from braid.scheduling.plan.pairing import pair
+from braid.scheduling.schedule.text import parse_sides
 from tests.papers.dhelix_parts import PARTS, Part, restricted
 
 
@@ -37,7 +38,7 @@ def with_part(part: Part) -> Decide:
         graphs, setting = model_graphs(config, shape, profile.streams), setting_of(config, shape)
         bench = measured(graphs, profile)(setting)
         problem = restricted(layer_pair(bench), bench.members["layer"].backward, part)
-        choices = Choices(orders={"F:layer|B:layer": segment_steps(problem, pair(problem))})
+        choices = Choices(orders={parse_sides("F:layer|B:layer"): segment_steps(problem, pair(problem))})
         return outcome_of(bench, choices, None, anything)
 
     return decide

@@ -1,23 +1,18 @@
-"""What paired blocks leave to the next one: any end of a backward pass, run once, after what it needs."""
+"""What paired blocks leave to the next one: ends of backward passes, where they help."""
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from braid.scheduling.generate.lower import Choices
-from braid.scheduling.model.operators import Graph
 from braid.scheduling.plan.decide import modelled
 from braid.scheduling.plan.orders import CostedSetting, decisions
 from braid.scheduling.schedule.operations import Start
 from braid.scheduling.schedule.order import Issue, Order, parse_orders, write_orders
-from braid.scheduling.schedule.text import parse, parse_sides, write
+from braid.scheduling.schedule.text import parse_sides
 from tests.scheduling.plans import SMALL, cluster, fastest, lowered, setting
-from tests.scheduling.test_lowering_programs import given_values, orders
 
 LAYERS = 2
 RUN = f"embedding+{LAYERS}*layer+head"
@@ -55,57 +50,6 @@ def with_pairing(steps: Sequence[str], **more: Sequence[str]) -> Choices:
 def late_of(order: Order, turn: int = 2) -> list[str]:
     """The operators of an order that belong to the end of an earlier pass."""
     return [step.operator for step in order if isinstance(step, Issue) and step.turn == turn]
-
-
-def in_any_order(draw: st.DrawFn, graph: Graph) -> list[str]:
-    """The operators of a graph in an order that respects their data."""
-    return [name for _, name in draw(orders({0: graph}, {0: given_values(PART, graph)}))]
-
-
-@st.composite
-def decided(draw: st.DrawFn) -> tuple[str, ...]:
-    """Any order of both passes that leaves any operators to the end, with all that needs them."""
-    forward, backward = in_any_order(draw, PART.forward), in_any_order(draw, PART.backward)
-    late = set(draw(st.lists(st.sampled_from(backward), max_size=4)))
-    for name in backward:  # each stands after what it needs
-        reads = set(PART.backward.named(name).reads)
-        if any(reads & set(PART.backward.named(other).writes) for other in late):
-            late.add(name)
-    strands = [
-        [f"0:{name}" for name in forward],
-        [f"1:{name}" for name in backward if name not in late],
-        [f"2:{name}" for name in backward if name in late],
-    ]
-    turns = draw(st.permutations([n for n, strand in enumerate(strands) for _ in strand]))
-    return tuple(strands[turn].pop(0) for turn in turns)
-
-
-@st.composite
-def ended(draw: st.DrawFn) -> Choices:
-    """The same, and any order of the last backward pass with what the one before has left to it."""
-    steps = draw(decided())
-    there, order = [step.removeprefix("2:") for step in steps if step.startswith("2:")], list[str]()
-    for name in in_any_order(draw, PART.backward):
-        while name in there or (there and draw(st.booleans())):
-            order.append(f"1:{there.pop(0)}")
-        order.append(f"0:{name}")
-    order += [f"1:{name}" for name in there]
-    return with_pairing(steps, **{ENDING: tuple(order)})
-
-
-@given(decided().map(with_pairing) | ended())
-@settings(max_examples=24, deadline=None)
-def test_what_is_left_runs_once_and_after_what_it_needs(drawn: Choices) -> None:
-    """Validation says so; the simulation has it all, in the order of micro-batches."""
-    outcome = lowered(BENCH, drawn)
-    assert parse(write(outcome.code.schedule)) == outcome.code.schedule
-    starts: dict[tuple[int, str], list[int]] = defaultdict(list)
-    backward = {(op.place - 1, op.own_name) for op in PART.backward.operators}
-    for span in sorted(outcome.simulation.spans(), key=lambda one: one.micro_batch):
-        if (span.layer, span.operator) in backward and span.micro_batch >= 0:
-            starts[span.layer, span.operator].append(span.start_ns)
-    assert starts.keys() == backward
-    assert all(len(own) == MICRO_BATCHES and own == sorted(own) for own in starts.values())
 
 
 # -- decisions -----------------------------------------------------------------------------------------------

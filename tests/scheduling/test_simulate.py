@@ -18,8 +18,7 @@ from braid.scheduling.model.operators import Kind
 from braid.scheduling.model.shape import ModelShape
 from braid.scheduling.model.units import chunk_parameters
 from braid.scheduling.plan.decide import modelled, simulate_setting
-from braid.scheduling.plan.list_schedule import issue_ns, turns_order
-from braid.scheduling.plan.orders import CostedSetting, layer_pair
+from braid.scheduling.plan.orders import CostedSetting
 from braid.scheduling.schedule.operations import (
     Clip,
     Compute,
@@ -35,7 +34,7 @@ from braid.scheduling.schedule.operations import (
     name_of,
 )
 from braid.scheduling.schedule.order import parse_orders
-from tests.scheduling.plans import SMALL, cluster, fastest, free_ends, lowered, paired_runs, setting
+from tests.scheduling.plans import SMALL, cluster, fastest, free_ends, lowered, setting
 from tests.spans import communication_of, merge
 
 
@@ -294,19 +293,6 @@ def test_more_bandwidth_is_never_slower(schedule: str, rate: float, faster: floa
     slow, fast = modelled(slow_cluster)(one), modelled(fast_cluster)(one)
     decided = fastest(slow)
     assert lowered(fast, decided.choices).step_ns <= decided.step_ns * (1 + 1e-9)
-
-
-def test_an_order_takes_as_long_in_the_simulator_as_in_the_search() -> None:
-    """`issue_ns` and the engine are two programs for one rule."""
-    for oef, apart in ((1.0, {}), (0.8, {}), (0.3, {}), (0.8, {"gemm<intra": 0.1, "intra<gemm": 0.9})):
-        spec = cluster(gpus=4, oef=oef)
-        bench = with_free_ends(modelled(spec)(setting("wavelet", tp=4, micro_batches=2)))
-        bench = replace(bench, profile=replace(bench.profile, slowdowns=apart))
-        problem = layer_pair(bench)
-        expected = issue_ns(problem, turns_order(problem))
-        runs = paired_runs(fastest(bench).simulation)[0]
-        layers = bench.setting.model.layers // bench.setting.layout.chunks
-        assert runs[0].course.duration == pytest.approx(layers * expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))

@@ -1,20 +1,18 @@
-"""Stages of what replicas share: they come to what the whole collective does, one after the other."""
+"""Stages of what replicas share: all of the data is moved, beside operators.
+
+What they come to: `tests.cuda.test_special_runs`.
+"""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from itertools import permutations
 from math import prod
 from unittest.mock import patch
 
 import pytest
-import torch
-from torch import Tensor
 
-from braid.kernels.collectives.primitives import Launch, gathered, scattered
-from braid.kernels.collectives.stages import gather_stage, scatter_stage, whole_shares
 from braid.scheduling.generate.lower import training_schedule
-from braid.scheduling.mesh.mesh import place_in, sub_groups
 from braid.scheduling.mesh.partition import Partition, Target
 from braid.scheduling.model.operators import Kind
 from braid.scheduling.model.stages import Move, moves_of
@@ -66,92 +64,6 @@ def test_what_is_not_divided_has_no_stages() -> None:
     assert not moves_of(Kind.REDUCE_SCATTER, partitions, "dp")
     assert not moves_of(Kind.ALL_REDUCE, partitions, "dp")
     assert len(moves_of(Kind.ALL_GATHER, partitions, "dp")) == 2
-
-
-# -- what they come to ---------------------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class FakeLine:
-    """Ranks along a dim, as one of them sees them; what they launch is carried out for all at once."""
-
-    rank: int
-    size: int
-    launched: tuple[Kind, Tensor, Tensor] | None = None
-
-    def _launch(self, kind: Kind, x: Tensor, y: Tensor) -> Launch:
-        self.launched = kind, x, y
-        return Launch(y, lambda: None)  # type: ignore[arg-type, return-value]
-
-    def all_gather(self, x: Tensor, into: Tensor | None = None) -> Launch:
-        """Of all ranks, in their order."""
-        return self._launch(Kind.ALL_GATHER, x, gathered(x, self.size) if into is None else into)
-
-    def reduce_scatter(self, x: Tensor, into: Tensor | None = None) -> Launch:
-        """This rank's part of the sum."""
-        return self._launch(Kind.REDUCE_SCATTER, x, scattered(x, self.size) if into is None else into)
-
-    def all_reduce(self, x: Tensor) -> Launch:
-        """In place."""
-        return self._launch(Kind.ALL_REDUCE, x, x)
-
-
-def carried_out(moves: tuple[Move, ...], mesh: tuple[int, ...], held: list[Tensor]) -> list[Tensor]:
-    """What every rank has in the end, with the functions that the runtime moves buckets with."""
-    whole = max(x.numel() for x in held) * (prod(mesh) if moves[0].kind is Kind.ALL_GATHER else 1)
-    for move in moves:
-        dim, ways = move.factor.dim, mesh[move.factor.dim]
-        lines = [FakeLine(place_in(mesh, rank)[dim], ways) for rank in range(prod(mesh))]
-        launches = []
-        for line, x in zip(lines, held, strict=True):
-            if move.kind is Kind.ALL_REDUCE:
-                launches.append(line.all_reduce(x))
-            else:
-                stage = scatter_stage if move.kind is Kind.REDUCE_SCATTER else gather_stage
-                launches.append(stage(line, x, move.outer))  # type: ignore[arg-type]
-            moved = launches[-1].result if move.kind is Kind.ALL_GATHER else x
-            assert moved.numel() * move.part == whole, "it moves that part of the whole"
-        for group in sub_groups(mesh, dim):
-            kinds, sent, into = zip(*(lines[rank].launched or () for rank in group), strict=True)
-            ((kind),) = {*kinds}
-            all_of_it = torch.cat(sent) if kind is Kind.ALL_GATHER else torch.stack(sent).sum(0)
-            parts = all_of_it.chunk(ways) if kind is Kind.REDUCE_SCATTER else [all_of_it] * ways
-            for y, part in zip(into, parts, strict=True):
-                y.copy_(part)
-        for launch in launches:
-            if launch.finish is not None:
-                launch.finish()
-        held = [launch.result for launch in launches]
-    return held
-
-
-@pytest.mark.parametrize(("mesh", "order"), ORDERS)
-@pytest.mark.parametrize("elements", [1, 7, 13, 24])
-def test_stages_of_sums_and_gathers_come_to_the_whole(
-    mesh: tuple[int, ...], order: tuple[int, ...], elements: int
-) -> None:
-    """Every rank ends with what it ends with where the collective is not divided, in the same places.
-
-    A bucket that does not divide is summed with zeros behind it.
-    """
-    ranks = prod(mesh)
-    generator = torch.Generator().manual_seed(elements)
-    own = torch.randint(-99, 99, (ranks, elements), generator=generator).double()
-    grads = torch.stack([whole_shares(x, ranks) for x in own])
-    assert grads.shape[1] == -(-elements // ranks) * ranks
-    total = grads.sum(0)
-    assert torch.equal(total[:elements], own.sum(0))
-    assert not total[elements:].any()
-    scatter, gather, reduce = (
-        staged(kind, mesh, order) for kind in (Kind.REDUCE_SCATTER, Kind.ALL_GATHER, Kind.ALL_REDUCE)
-    )
-    shares = carried_out(scatter, mesh, [*grads.clone()])
-    for rank, share in enumerate(shares):
-        assert torch.equal(share, total.chunk(ranks)[rank])
-    for whole in carried_out(gather, mesh, [*total.chunk(ranks)]):
-        assert torch.equal(whole, total)
-    for whole in carried_out(reduce, mesh, [*grads.clone()]):
-        assert torch.equal(whole, total)
 
 
 # -- in linked code ------------------------------------------------------------------------------------------

@@ -55,13 +55,6 @@ def test_experts_take_longer_and_the_serial_step_does_not(layout: ParallelLayout
         assert after.solo_ns[combine.key] == pytest.approx(max(0, expected), abs=1)
 
 
-def test_even_rows_change_nothing() -> None:
-    parts = parts_of(ParallelLayout(dp=2, ep=2))
-    for ratio in (0.0, 1.0):
-        profile = a_profile(parts, ratio)
-        assert of_fullest_rank(profile, parts) is profile
-
-
 def test_nothing_is_taken_from_transfers_that_were_measured_alone() -> None:
     parts = parts_of(ParallelLayout(dp=2, ep=2))
     before = replace(a_profile(parts, 1.25), transfers_alone=True)

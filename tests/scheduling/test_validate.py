@@ -2,23 +2,15 @@
 
 import re
 from dataclasses import replace
-from itertools import groupby
 
 import pytest
 
-from braid.scheduling.generate.fixed_orders import by_turns
 from braid.scheduling.generate.lower import validation_schedule
-from braid.scheduling.generate.programs import program_of
 from braid.scheduling.mesh.layout import ParallelLayout, Placement
 from braid.scheduling.schedule.operations import (
-    Barrier,
-    Compute,
-    Norm,
     Pass,
     PassKind,
     Receive,
-    Start,
-    Step,
     Wait,
 )
 from braid.scheduling.schedule.schedule import Block, Prefetch, Program, Schedule, Side, Sides
@@ -26,12 +18,10 @@ from braid.scheduling.schedule.text import parse_instruction, parse_sides
 from braid.scheduling.schedule.validate import ScheduleError
 from tests.scheduling.cases import (
     LLAMA,
-    PAIRED,
     code_of,
     layout_for,
     model_parts,
     named_schedule,
-    on_strands,
     with_stage,
 )
 
@@ -87,13 +77,6 @@ def test_the_number_of_micro_batches_must_be_right() -> None:
     assert "no micro-batches" in message_of(replace(schedule, micro_batches=0), layout)
 
 
-@pytest.mark.parametrize("name", PAIRED)
-def test_what_runs_side_by_side_is_on_different_strands(name: str) -> None:
-    stages, m = (1, 6) if name == "braid:twins" else (2, 6)
-    schedule = on_strands(named_schedule(name, stages, m, 2), frozenset(range(6)))
-    assert "both directions are on strand beta" in message_of(schedule, layout_for(name, stages, 2))
-
-
 @pytest.mark.parametrize("token", ["STEP", "NORM", "REDUCE(0 tp)", "WAIT(REDUCE 0 tp)"])
 def test_a_schedule_without_backward_passes_updates_nothing(token: str) -> None:
     layout = layout_for("megatron", 2, 2)
@@ -120,19 +103,6 @@ def test_a_validation_gathers_what_ranks_hold_in_shares(zero: int) -> None:
     plain = validation_schedule(LLAMA, whole, 2, PARTS)
     code_of(plain, whole)
     assert "the parameters of chunk 0 are not gathered" in message_of(plain, cut)
-
-
-def test_a_single_rank_sums_nothing_and_still_ends_with_its_passes() -> None:
-    """No sum stands between the last pass and the norm that could be too early."""
-    schedule, layout = named_schedule("megatron", 1, 2), layout_for("megatron", 1)
-    assert not [i for i in schedule.stages[0] if isinstance(i, Start | Wait)]
-    *passes, last, norm, step = schedule.stages[0]
-    assert (norm, step) == (Compute(Norm()), Compute(Step()))
-    for order in ([*passes, norm, last, step], [*passes, norm, step, last]):
-        with pytest.raises(ScheduleError, match="at NORM: chunk 0 still has passes to run"):
-            code_of(with_stage(schedule, 0, order), layout)
-    with pytest.raises(ScheduleError, match="at STEP: there is no NORM before it"):
-        code_of(with_stage(schedule, 0, [*passes, last, step]), layout)
 
 
 def test_backward_passes_need_programs_and_gradients_at_once_a_schedule_that_trains() -> None:
@@ -196,17 +166,6 @@ def with_program(schedule: Schedule, sides: Sides, actions: Program) -> Schedule
     return replace(schedule, programs={**schedule.programs, sides: actions})
 
 
-def test_twins_without_a_program_run_one_behind_the_other() -> None:
-    schedule = named_schedule("braid:twins", 1, 4, 2)
-    alone = {sides: one for sides, one in schedule.programs.items() if len(set(sides)) == len(sides)}
-    assert len(alone) == len(schedule.programs) - 2
-    code = code_of(replace(schedule, programs=alone), layout_for("braid:twins", 1, 2))
-    blocks = [stretch for stretch in code.stages[0] if stretch.block_passes]
-    for stretch in (blocks[0], blocks[-1]):
-        rows = [*groupby(operation.turn for operation in stretch.operations)]
-        assert len(rows) <= 2 * len(PARTS), "pass by pass, unit by unit"
-
-
 def test_programs_that_nothing_uses_are_refused() -> None:
     plain, full = named_schedule("megatron", 2, 4, 2), named_schedule("dualpipev", 2, 4, 2)
     pair = full.programs[parse_sides("F:layer|B:layer")]
@@ -227,20 +186,3 @@ def test_programs_that_nothing_uses_are_refused() -> None:
             with_program(schedule, parse_sides(sides), pair), layout_for(schedule.name, 2, 2)
         )
         assert message == f"schedule {schedule.name}: program {sides} {what}"
-
-
-def test_a_program_of_other_runs_is_used_where_they_meet() -> None:
-    """Head and embedding come last, both: a program for them is taken, and so it is checked."""
-    schedule, layout = named_schedule("dualpipev", 2, 4, 2), layout_for("dualpipev", 2, 2)
-    sides = parse_sides("F:head|B:embedding")
-    program = program_of(sides, PARTS, by_turns(sides, PARTS))
-    assert {action.turn for action in program if not isinstance(action, Barrier)} == {0, 1}
-    turns = [
-        [[op.turn for op in stretch.operations] for stretch in code_of(one, layout).stages[0]]
-        for one in (schedule, with_program(schedule, sides, program))
-    ]
-    assert turns[0] != turns[1]
-    for turn, cause in ((0, r"B.\.3b?: .* of its forward pass has not run"), (1, "of B.*0 never runs")):
-        last = max(n for n, a in enumerate(program) if not isinstance(a, Barrier) and a.turn == turn)
-        message = message_of(with_program(schedule, sides, program[:last] + program[last + 1 :]), layout)
-        assert re.search(cause, message)
