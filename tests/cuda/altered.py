@@ -12,12 +12,11 @@ from torch import Tensor
 from braid.actors.stage.rank import assembly
 from braid.actors.stage.run.cuda_streams import CudaStreams
 from braid.actors.stage.run.streams import Transfer
-from braid.actors.stage.state.buckets import RankBuckets
 from braid.kernels.collectives.communicator import Communicator
 from braid.kernels.collectives.primitives import Launch
 from braid.scheduling.mesh.cluster import Stream
 from braid.scheduling.schedule.code import Body, Code
-from braid.scheduling.schedule.operations import Compute, Gather, Node, Operation
+from braid.scheduling.schedule.operations import Compute, Node, Operation
 from tests.cuda.communicators import ModelGroup, Work
 from tests.cuda.machine import here
 
@@ -94,31 +93,6 @@ def starting(without: str) -> Altered:
     return patch.object(CudaStreams, "start", start)
 
 
-def nothing() -> Any:
-    """In the place of an issue that was done."""
-    raise AssertionError("issued twice")
-
-
-def finished_at_once(owner: Any, name: str) -> Altered:
-    """A method that makes a launch: what is computed of its result is computed when it was issued."""
-
-    def call(whole: Any, *given: Any, **named: Any) -> Any:
-        made = whole(*given, **named)
-        launch = made[1] if isinstance(made, tuple) else made
-        if launch.finish is None:
-            return made
-
-        def issue() -> Any:
-            work = launch.issue()
-            launch.finish()
-            return work
-
-        early = replace(launch, issue=issue, finish=None)
-        return (made[0], early) if isinstance(made, tuple) else early
-
-    return altered(owner, name, call)
-
-
 def from_a_copy(name: str) -> Altered:
     """A collective reads a copy of its input that lives until it is issued."""
 
@@ -161,25 +135,6 @@ def unawaited(owner: Any, which: Which) -> Altered:
             return whole(own, what, *given)
 
     return altered(owner, "wait", wait)
-
-
-def given_back_while_gathered() -> Altered:
-    """Memory of a bucket's parameters is given back when its gather is issued, and made anew at its wait."""
-
-    def start(whole: Any, own: Any, what: Any) -> None:
-        whole(own, what)
-        if not isinstance(what, Gather) or what.bucket is None:
-            return
-        for bucket, (_, transfer) in zip(own._of(what), own._pending[what], strict=True):
-            transfer.launch, transfer.work = Launch(transfer.launch.result.new_empty(0), nothing), None
-            bucket.parameters.release()
-
-    def wait(whole: Any, own: Any, what: Any) -> None:
-        for bucket in own._of(what) if isinstance(what, Gather) and what.bucket is not None else ():
-            bucket.parameters.make(zeros=True)
-        whole(own, what)
-
-    return all_of(altered(RankBuckets, "start", start), altered(RankBuckets, "wait", wait))
 
 
 def swapped(what: Any) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from braid.actors.stage.rank.groups import Mesh
 from braid.actors.stage.rank.membership import Membership
-from braid.actors.stage.run import bindings, step_graph
+from braid.actors.stage.run import step_graph
 from braid.actors.stage.run.bindings import Binder
 from braid.actors.stage.run.cuda_streams import CudaStreams
 from braid.actors.stage.run.executor import Executor
@@ -35,9 +35,7 @@ from tests.cuda.altered import (
     call_left_out,
     earlier,
     elsewhere,
-    finished_at_once,
     from_a_copy,
-    given_back_while_gathered,
     is_a,
     left_out,
     on_rank_one,
@@ -48,12 +46,11 @@ from tests.cuda.altered import (
 )
 from tests.cuda.communicators import ModelGroup
 from tests.cuda.machine import here
-from tests.cuda.steps import IN_STAGES, Case, faults, left
+from tests.cuda.steps import Case, faults, left
 
 PLAIN = Case(schedule="megatron", tp=2, micro_batches=2)
 PAIRED = Case(schedule="braid:w", tp=2, micro_batches=2)
 STAGES = Case(schedule="megatron", pp=2, micro_batches=3)
-REPLICAS = Case(schedule="braid:w", dp=2, micro_batches=2)
 BUCKETS = Case(schedule="ddp", dp=2, micro_batches=2)
 """Gradients are summed bucket by bucket in the last backward pass."""
 SHARDED = replace(BUCKETS, zero=1, steps=2)
@@ -66,10 +63,6 @@ COPIED = replace(PLAIN, steps=2, copies=True)
 GRAPH = replace(PAIRED, steps=4, graph=True)
 RING = Case(schedule="megatron", cp=4, ring=True, micro_batches=2)
 EXPERTS = Case(schedule="expert_overlap", dp=2, ep=2, micro_batches=2)
-CUT = Case(schedule="megatron", dp=2, ep=2, tp=2, micro_batches=2)
-"""The width of experts is cut: ranks of tp bring different numbers of rows."""
-STAGED = replace(SHARDED, dp=4, partitions=IN_STAGES)
-TENSOR = replace(PLAIN, tp=4, partitions=("tp/all_gather mesh 2x2 order 0,1 pieces 2",))
 
 
 class Mutant(NamedTuple):
@@ -154,11 +147,6 @@ def _over_cp(wait: Any) -> bool:
     return bool(wait.what.operator.axis == "cp")
 
 
-def _not_last(what: Any) -> bool:
-    """Whether another stage of a sum or gather follows."""
-    return what.move is not None and not what.move.last
-
-
 # -- all of them ---------------------------------------------------------------------------------------------
 
 _FAULTS: dict[Case, dict[str, Callable[[], Altered]]] = {
@@ -172,15 +160,7 @@ _FAULTS: dict[Case, dict[str, Callable[[], Altered]]] = {
         "one rank adds up where others scatter": lambda: on_rank_one(
             ModelGroup, "reduce_scatter", lambda _, own, y, x: own.all_reduce(x)
         ),
-        "one rank gathers another dtype": lambda: on_rank_one(
-            ModelGroup, "all_gather", lambda whole, own, y, x: whole(own, y, x.double())
-        ),
         "gradients are cleared beside the update": lambda: elsewhere(RankBuckets, "zero"),
-    },
-    PAIRED: {
-        "strands of a rank go in the other order": lambda: on_rank_one(
-            Executor, "run", lambda whole, own, batches, *more: whole(own, batches[::-1], *more)
-        ),
     },
     replace(STAGES, micro_batches=4): {
         "a message is put behind all others, sends and receives alike": lambda: starting("own lane"),
@@ -217,17 +197,9 @@ _FAULTS: dict[Case, dict[str, Callable[[], Altered]]] = {
         ),
         "gradients begin with what was in their memory": _unfilled,
     },
-    replace(REPLICAS, rounded=True): {
-        "gradients are rounded on a stream apart": lambda: elsewhere(Bucket, "sum"),
-    },
     Case(schedule="ddp", dp=4, zero=2, shards=2, micro_batches=2): {
         "shares are summed over replicas before they are there": lambda: earlier(
             is_a(Start, Reduce, "replica"), is_a(Wait, Reduce, "dp")
-        ),
-    },
-    STAGED: {
-        "a stage of a gather begins too early": lambda: unawaited(
-            RankBuckets, lambda what: isinstance(what, Gather) and _not_last(what)
         ),
     },
     SHARDED: {
@@ -237,11 +209,7 @@ _FAULTS: dict[Case, dict[str, Callable[[], Altered]]] = {
     },
     PASSING: {
         "a bucket is let go of before its last reader": lambda: earlier(is_a(Release), is_a(Compute)),
-        "a bucket's memory is given back while it is gathered": given_back_while_gathered,
         "what is gathered lies in another stream's memory": lambda: elsewhere(Bucket, "gather"),
-    },
-    TENSOR: {
-        "rows of a stage are put in order too early": lambda: finished_at_once(bindings, "gather_stage"),
     },
     replace(PLAIN, steps=2): {
         "the next step does not wait for an update": lambda: elsewhere(Optimizer, "step", after=True),
@@ -249,9 +217,6 @@ _FAULTS: dict[Case, dict[str, Callable[[], Altered]]] = {
     COPIED: {
         "an update does not wait for a copy of the state": lambda: left_out(Optimizer, "_let_readers_end"),
         "a copy of the state does not wait for the update": _copied_beside_the_update,
-    },
-    CUT: {
-        "parts of an uneven sum are added too early": lambda: finished_at_once(Communicator, "_scatter_rows"),
     },
     Case(schedule="megatron", micro_batches=2, steps=4, graph=True): {
         "a graph reads the tokens of the step that it was captured in": lambda: altered(

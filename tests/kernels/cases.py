@@ -199,7 +199,7 @@ def turned(x_bsnd: Tensor, positions_bs: Tensor, base: float) -> Tensor:
 def attention_by_scores(
     qkv_bsX: Tensor, heads: int, kv_heads: int, base: float | None, mask_bss: Tensor, positions_bs: Tensor
 ) -> Tensor:
-    """o_bsQ: every score of the whole sample, softmax, weighted values; b samples, s tokens, Q their width."""
+    """o_bsQ: every score of the whole sample, softmax, weighted values; b samples, s tokens, Q widths."""
     q, k, v = qkv_bsX.unflatten(-1, (heads + 2 * kv_heads, -1)).split((heads, kv_heads, kv_heads), dim=2)
     if base is not None:
         q, k = turned(q, positions_bs, base), turned(k, positions_bs, base)

@@ -180,19 +180,6 @@ def test_gates_of_zero_give_numbers(after, normalised):
 
 
 @torch.no_grad()
-def test_the_balance_loss_is_transformers_but_for_the_number_of_choices():
-    """There, the experts' shares add up to k, and the loss is of the mean token."""
-    mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
-    torch.manual_seed(0)
-    router = made(8, 3, dtype=torch.float32, balance_loss=1.0)
-    prepare(router, torch.float32)
-    _, _, counts_E, scores_tE = router(torch.randn(50, 6))
-    losses_2 = router.losses(scores_tE, counts_E / counts_E.sum())
-    expected = mixtral.load_balancing_loss_func((scores_tE,), num_experts=8, top_k=3)
-    assert_close(losses_2[0] / 50 * 3, expected, 1e-5)
-
-
-@torch.no_grad()
 def test_evenly_routed_tokens_visit_all_experts_alike():
     torch.manual_seed(0)
     router = made(6, 4, evenly=True)

@@ -32,7 +32,7 @@ from braid.scheduling.schedule.text import parse_sides
 from tests.papers.dhelix import BATCH_TOKENS, claim, number, percentages
 from tests.papers.rows import FORMULA_TOLERANCE, RATE_TOLERANCE, Row
 from tests.papers.steps import chosen_setting
-from tests.scheduling.test_w_memory import largest, model_with
+from tests.papers.test_w_memory import largest, model_with
 
 STEP_TOKENS: Final = 16 * 2**20
 """Tokens of a step of Llama-3.1-405B (table 1)."""

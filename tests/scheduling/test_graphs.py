@@ -241,11 +241,6 @@ def test_what_is_recomputed(policy: str, tp: int, expected: str) -> None:
         assert set(layer.saved()) == {"x"}
 
 
-def test_a_part_that_waits_for_a_gradient_has_no_backward_pass_at_once() -> None:
-    with pytest.raises(ValueError, match=r"layer: d\.mlp_residual\.out comes from another part"):
-        model_parts()["layer"].at_once()
-
-
 def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(ValueError, match=r"train.recompute='some' .* none, selective, full, fine"):
         with_recompute(model_parts()["layer"], "some")

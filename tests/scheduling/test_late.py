@@ -1,16 +1,12 @@
 """What paired blocks leave to the next one: ends of backward passes, where they help."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
-
-import pytest
 
 from braid.scheduling.generate.lower import Choices
 from braid.scheduling.plan.decide import modelled
 from braid.scheduling.plan.orders import CostedSetting, decisions
 from braid.scheduling.schedule.operations import Start
-from braid.scheduling.schedule.order import Issue, Order, parse_orders, write_orders
+from braid.scheduling.schedule.order import Issue, Order, parse_orders
 from braid.scheduling.schedule.text import parse_sides
 from tests.scheduling.plans import SMALL, cluster, fastest, lowered, setting
 
@@ -30,29 +26,11 @@ def bench(
 
 
 BENCH = bench()
-PART = BENCH.parts[RUN]
-
-
-@cache
-def choices() -> Choices:
-    """What is decided first, of which tests change the pairing: the last pass takes up nothing."""
-    return decisions(BENCH)[0][0]
-
-
-def with_pairing(steps: Sequence[str], **more: Sequence[str]) -> Choices:
-    """These decisions with an order of two units; with ``2:`` in it, it leaves an end."""
-    written = write_orders(choices().orders)
-    orders = {sides: order for sides, order in written.items() if not sides.startswith(PAIR)}
-    leaves = any(step.startswith("2:") for step in steps)
-    return Choices(orders=parse_orders({**orders, f"{PAIR}|L:{RUN}" if leaves else PAIR: steps, **more}))
 
 
 def late_of(order: Order, turn: int = 2) -> list[str]:
     """The operators of an order that belong to the end of an earlier pass."""
     return [step.operator for step in order if isinstance(step, Issue) and step.turn == turn]
-
-
-# -- decisions -----------------------------------------------------------------------------------------------
 
 
 def starts(one: Choices) -> set[str]:
@@ -82,9 +60,6 @@ def test_ends_of_backward_passes_are_tried_and_taken_where_they_help() -> None:
     assert times[-1].hidden_fraction > times[1].hidden_fraction
     assert taken_up(tried[-1]) >= starts(far) > taken_up(far) == set()
     assert fastest(many).choices == tried[-1]
-    quick = bench(micro_batches=3, rate=3e10)
-    found = [lowered(quick, one).step_ns for one, _ in decisions(quick)]
-    assert fastest(quick).step_ns == min(found)
 
 
 def test_nothing_is_left_without_a_block_that_takes_it_up() -> None:
@@ -103,33 +78,6 @@ def test_a_pass_that_gives_its_gradient_on_keeps_its_end() -> None:
                 assert all(op.name.endswith(".wgrad") for op in late)
                 seen.add(unit)
     assert seen
-
-
-# -- what is refused -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda order: [*order, "1:qkv"], "1:qkv is no operator of the unit"),
-        (lambda order: [n for n in order if n != order[0]], "{0} of B2.0 never runs"),
-        (lambda order: [*order[1:], order[0]], "gradients are added up in the order of micro-batches"),
-        (lambda order: [*order, f"1:{PART.backward.operators[0].name}"], "runs twice ({1} has run)"),
-        (lambda order: [*order, order[0]], "{2} stands twice"),
-    ],
-)
-def test_an_end_that_does_not_fit_is_refused(change: Callable[[list[str]], list[str]], message: str) -> None:
-    forward, backward = PART.forward.operators, [op.name for op in PART.backward.operators]
-    late = [name for name in backward if name.endswith(".wgrad")][-2:]
-    steps = (
-        *(f"0:{op.name}" for op in forward),
-        *(f"{2 if name in late else 1}:{name}" for name in backward),
-    )
-    order = [*(f"1:{name}" for name in late), *(f"0:{name}" for name in backward)]
-    assert lowered(BENCH, with_pairing(steps, **{ENDING: tuple(order)}))
-    with pytest.raises(ValueError) as error:
-        lowered(BENCH, with_pairing(steps, **{ENDING: tuple(change(order))}))
-    assert message.format(late[0], backward[0], order[0]) in str(error.value)
 
 
 def test_what_a_pass_has_run_is_not_left_too() -> None:

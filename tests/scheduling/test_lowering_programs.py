@@ -9,14 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from braid.scheduling.generate.named import PairMethod
-from braid.scheduling.generate.programs import graph_of, program_of, serial_program
+from braid.scheduling.generate.programs import program_of, serial_program
 from braid.scheduling.mesh.cluster import Stream
 from braid.scheduling.model.layers import layer_part
 from braid.scheduling.model.operators import Graph, Kind, Part, Phase
 from braid.scheduling.model.sizes import PartSizes
-from braid.scheduling.schedule.operations import Barrier, Compute, Operation, PassKind, Start, Wait
+from braid.scheduling.schedule.operations import Barrier, Compute, Operation, Start, Wait
 from braid.scheduling.schedule.order import Issue, OrderSegment, parse_orders
-from braid.scheduling.schedule.schedule import Side
 from braid.scheduling.schedule.text import parse, parse_sides, write
 from tests.scheduling.cases import LLAMA, code_of, in_turn, layout_for, model_parts, named_schedule
 
@@ -95,19 +94,6 @@ def test_in_serial_programs_rings_alone_run_beside_attention() -> None:
         between = program[start + 1 : waited[name]]
         assert [type(action) for action in between] == ([Compute] if ring else [])
     assert sum(name.startswith("kv_shift") for name in started) == 3
-
-
-@given(st.data())
-@settings(max_examples=30, deadline=None)
-def test_ordered_programs_wait_where_they_must(data: st.DataObject) -> None:
-    part = data.draw(st.sampled_from([LAYER, ring_layer()]))
-    kind = data.draw(st.sampled_from([PassKind.FORWARD, PassKind.BACKWARD]))
-    graph = graph_of(part, kind)
-    given_here = {0: given_values(part, graph)}
-    order = [name for _, name in data.draw(orders({0: graph}, given_here))]
-    program = program_of((Side(kind, part.name),), {part.name: part}, tuple(Issue(0, name) for name in order))
-    assert not needless_waits(program, {0: graph})
-    assert [acting(a).what for a in program if not isinstance(a, Wait)] == order
 
 
 # -- two passes --------------------------------------------------------------------------------------------

@@ -210,29 +210,6 @@ def test_copies_of_pieces_have_a_price() -> None:
         assert costs[1].take_ns.get(key, 0) == ends, text
 
 
-@pytest.mark.parametrize("width", [2, 4])
-@pytest.mark.parametrize(
-    ("order", "sizes"), [("0,1", (1 / 2, 1)), ("1,0", (1 / 2, 1)), ("1,0,1", (1 / 2, 1 / 2, 1 / 2))]
-)
-def test_stages_cost_what_transfers_along_their_factor_do(
-    width: int, order: str, sizes: tuple[float, ...]
-) -> None:
-    """Of the tensor that the ranks of a stage have together; classes are those of their streams."""
-    whole = modelled(cluster(nodes=2, gpus=2))(setting("megatron", tp=4))
-    fits = {
-        "tp.2x2.0/all_gather": TransferFit(latency_ns=1000.0, ns_per_byte=2.0),
-        "tp.2x2.1/all_gather": TransferFit(latency_ns=2000.0, ns_per_byte=3.0),
-    }
-    known = replace(whole.profile, transfers=whole.profile.transfers | fits, copy_ns_per_byte=0.0)
-    layer = partitioned(whole.members["layer"], 4, f"layer/mlp_gather mesh 2x2 order {order}")
-    profile = with_piece_costs(known, [layer], width)
-    payload = 1024 * 1024 * width  # tokens x hidden
-    for n, (dim, size) in enumerate(zip(map(int, order.split(",")), sizes, strict=True), start=1):
-        key = f"layer/mlp_gather.s{n}"
-        assert profile.solo_ns[key] == fits[f"tp.2x2.{dim}/all_gather"].ns(payload * size)
-        assert profile.classes[key] == ("inter", "intra")[dim]
-
-
 @given(cuts(MESHES))
 @settings(max_examples=12)
 def test_every_cut_layer_is_priced(case: Cut) -> None:

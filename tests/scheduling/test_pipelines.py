@@ -1,31 +1,21 @@
 """The order of blocks: what is in flight, deadlock-free and valid."""
 
-from itertools import pairwise
-
 import pytest
 
-from braid.scheduling.mesh.layout import Placement
 from braid.scheduling.schedule.operations import (
-    PassKind,
-    Reduce,
-    Start,
+    Direction,
 )
-from braid.scheduling.schedule.schedule import Block, passes_in
+from braid.scheduling.schedule.schedule import Block
+from braid.scheduling.schedule.text import parse, write
 from braid.scheduling.schedule.timeline import in_flight, unit_timeline
 from tests.scheduling.cases import (
     HOPS,
     ORDERS,
-    PAIRED,
     PAIRED_W,
-    SEARCHED,
     SIZES,
     STAGES,
-    code_of,
-    kind_of,
-    layout_for,
     linked_schedule,
     named_schedule,
-    reduced_early,
     sizes_of,
 )
 
@@ -42,57 +32,6 @@ def test_training_schedules_are_valid(name: str, p: int) -> None:
         schedule = linked_schedule(name, p, m).schedule
         assert schedule.trains
         assert not unit_timeline(schedule).stuck
-
-
-@NAMES
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_schedules_of_shares_are_valid_and_so_are_early_sums(name: str, zero: int) -> None:
-    for p in (1, 2, 3):
-        layout = layout_for(name, p, 2, 2, zero)
-        for m in sizes_of(name, p, 2 * p + 2):
-            schedule = named_schedule(name, p, m, 2, zero=zero, dp=2)
-            for one in (schedule, reduced_early(schedule, layout)):
-                code_of(one, layout)
-
-
-@pytest.mark.parametrize("name", SEARCHED)
-@pytest.mark.parametrize("p", [1, 2, 4])
-def test_ends_are_taken_up_by_the_next_block_that_can(name: str, p: int) -> None:
-    """Nothing else of the schedule changes; every end is of a pass of the block before."""
-    found = 0
-    for m in sizes_of(name, p, 2 * p + 2):
-        schedule = linked_schedule(name, p, m, 2, ends=True).schedule
-        plain = named_schedule(name, p, m, 2)
-        for stage, other in zip(schedule.stages, plain.stages, strict=True):
-            blocks = [i.passes for i in stage if isinstance(i, Block)]
-            for before, passes in pairwise(blocks):
-                for end in (one for one in passes if one.kind is PassKind.END):
-                    found += 1
-                    assert end.whole in before
-                    assert len(before) > 1
-            movers = [tuple(o for o in passes if o.kind is not PassKind.END) for passes in blocks]
-            assert movers == [i.passes for i in other if isinstance(i, Block)]
-            assert [i for i in stage if not isinstance(i, Block)] == [
-                i for i in other if not isinstance(i, Block)
-            ]
-    # On one straight chunk every block of two passes ends with the embedding's backward pass alone.
-    assert found or name not in PAIRED or layout_for(name, p).placement is Placement.LINEAR
-
-
-def test_gradients_are_summed_as_early_as_a_schedule_says() -> None:
-    """Ours begin in the last block of a chunk, the others after all."""
-    for name in ORDERS:
-        stage = named_schedule(name, 2, 4, 2, dp=2).stages[0]
-        last = {one.chunk: n for n, i in enumerate(stage) for one in passes_in(i)}
-        begun = {one: n for n, i in enumerate(stage) if isinstance(i, Block) for one in i.sums}
-        if kind_of(name).early_sums:
-            assert begun == {Reduce(chunk, axis): n for chunk, n in last.items() for axis in ("tp", "dp")}
-        else:
-            assert not begun
-            first = next(
-                n for n, i in enumerate(stage) if isinstance(i, Start) and isinstance(i.what, Reduce)
-            )
-            assert first > max(last.values()), name
 
 
 # -- memory ------------------------------------------------------------------------------------------------
@@ -130,3 +69,22 @@ def test_memory_of_the_other_pipelines(p: int) -> None:
         assert max(peaks) <= limit, name
     steady = named_schedule("interleaved", p, 4 * p)
     assert [in_flight(steady, stage) for stage in range(p)] == [3 * p - 1 - 2 * stage for stage in range(p)]
+
+
+# -- twins -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("m", [3, 4, 9])
+def test_no_pass_is_alone_where_there_is_another(m: int) -> None:
+    schedule = linked_schedule("braid:twins", 1, m, 2).schedule
+    blocks = [i for i in schedule.stages[0] if isinstance(i, Block)]
+    kinds = ["".join(one.kind.value for one in block.passes) for block in blocks]
+    assert kinds == ["FF", *["FB"] * (m - 2), *(["B", "B"] if m % 2 else ["BB"])]
+    ran = [str(one.whole).rstrip("b") for one in schedule.passes[0]]
+    assert sorted(ran) == sorted(f"{letter}{n}.0" for letter in "FB" for n in range(m))
+    gradients = [one.micro_batch for one in schedule.passes[0] if one.direction is Direction.BACKWARD]
+    assert gradients == sorted(gradients), "gradients are added up in the order of micro-batches"
+    assert all(len({one.strand for one in block.passes}) == len(block.passes) for block in blocks)
+    assert in_flight(schedule, 0) == 2
+    assert parse(write(schedule)) == schedule
+    assert unit_timeline(schedule).length == 3 * m

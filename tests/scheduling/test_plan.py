@@ -6,8 +6,6 @@ from functools import cache
 
 import pytest
 
-from braid.scheduling.cost.engine import RankRun
-from braid.scheduling.cost.simulate import Simulation
 from braid.scheduling.generate.named import ScheduleName
 from braid.scheduling.model.presets.library import load_cluster, model_preset
 from braid.scheduling.plan.decide import EQUAL, best_of, modelled, replay, simulate_setting, within
@@ -16,7 +14,6 @@ from braid.scheduling.plan.layout_candidates import Search, candidates
 from braid.scheduling.plan.layouts import LEAST, DoesNotFitError, plan_layout, plan_of
 from braid.scheduling.plan.plan import Plan, parse_plan
 from braid.scheduling.plan.space import COARSE, PART_BY_PART, variants, with_schedule
-from braid.scheduling.schedule.order import parse_orders, write_orders
 from tests.scheduling.plans import SMALL, cluster, setting
 
 
@@ -72,35 +69,6 @@ def test_an_edited_plan_is_refused_with_key_and_remedy(pattern: str, text: str, 
     assert str(error.value).startswith("plan.yaml")
 
 
-def paired_order(plan: Plan) -> tuple[str, tuple[str, ...]]:
-    """What the order of two layers is for, and its steps, as text."""
-    written = write_orders(plan.choices.orders)
-    ((sides, steps),) = [(k, v) for k, v in written.items() if k.startswith("F:layer|B:layer")]
-    return sides, tuple(steps)
-
-
-def replayed(plan: Plan, sides: str, steps: tuple[str, ...]) -> None:
-    """Replay the plan with another order."""
-    choices = replace(plan.choices, orders={**plan.choices.orders, **parse_orders({sides: steps})})
-    replay(plan.setting, choices, cluster(nodes=2, gpus=4))
-
-
-def test_an_edited_pairing_is_refused() -> None:
-    """So is one that reads too early, or for what there is not."""
-    plan = made("braid:w")
-    sides, steps = paired_order(plan)
-    replayed(plan, sides, steps)
-    edited = tuple("0:projection" if step == "0:qkv" else step for step in steps)
-    with pytest.raises(ValueError, match="0:projection stands twice"):
-        replayed(plan, sides if sides.endswith("|L:layer") else f"{sides}|L:layer", edited)
-    early = ("0:qkv", *(step for step in steps if step != "0:qkv"))
-    with pytest.raises(ValueError, match="qkv needs attention_gather, which is not done yet"):
-        replayed(plan, sides, early)
-    for name in ("F:layer|B:nothing", "F:layer|X:layer", "layer|layer", ""):
-        with pytest.raises(ValueError, match=r"is no part of this|does not say what the program"):
-            replayed(plan, name, steps)
-
-
 @pytest.mark.slow
 def test_the_search_takes_the_best_of_what_it_simulates() -> None:
     spec = cluster(nodes=2, gpus=4, inter=2e9)
@@ -138,24 +106,6 @@ def test_no_step_is_quicker_than_its_estimate_allows(model: str, name: str, node
     for candidate in fitting[:12:6]:
         outcome = simulate_setting(candidate.setting, spec, space=COARSE)
         assert LEAST < outcome.step_ns / candidate.step_ns < 1.4
-
-
-def test_what_does_not_fit_is_not_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = cluster(nodes=2, gpus=4)
-    settings = [setting("braid", tp=4, pp=2, micro_batches=8), setting("zbv", tp=4, pp=2, micro_batches=8)]
-    memory = {each.schedule: best_of([each], modelled(spec), within(0)).missing_bytes for each in settings}
-    assert len(set(memory.values())) == 2
-    leanest = min(memory, key=memory.__getitem__)
-    simulated = []
-
-    def ranks(simulation: Simulation) -> tuple[RankRun, ...]:
-        simulated.append(simulation.code.schedule.name)
-        return run(simulation)
-
-    run = Simulation.ranks.func
-    monkeypatch.setattr(Simulation, "ranks", property(ranks))
-    assert best_of(settings, modelled(spec), within(memory[leanest])).setting.schedule == leanest
-    assert set(simulated) <= {leanest}
 
 
 @pytest.mark.parametrize("share", [0.2, 0.6])
@@ -206,11 +156,3 @@ def test_explain_says_what_would_help(schedule: str) -> None:
     assert [a.speedup for a in explanation.what_if] == sorted(
         (a.speedup for a in explanation.what_if), reverse=True
     )
-
-
-def test_a_moe_model_is_planned_with_experts_over_ranks() -> None:
-    model = replace(SMALL, family="moe", ffn=1408, experts=8, top_k=2)
-    spec = cluster(nodes=2, gpus=4)
-    plan = plan_layout(Search(model=model, global_batch=32, fixed={"ep": 4}), spec)
-    assert plan.setting.layout.ep == 4
-    assert plan.setting.layout.dp % 4 == 0

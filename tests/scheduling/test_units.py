@@ -11,7 +11,6 @@ from braid.scheduling.model.units import (
     joined,
     measured_key,
     unit_name,
-    units_in_use,
 )
 from braid.scheduling.schedule.operations import (
     Compute,
@@ -25,35 +24,8 @@ from braid.scheduling.schedule.operations import (
     Wait,
 )
 from braid.scheduling.schedule.schedule import Block, Instruction, Program, Schedule, Side, Sides
-from braid.scheduling.text.pattern import is_layer
 from tests.scheduling.cases import LLAMA, model_parts
 from tests.scheduling.test_graphs import check_data_flow
-
-PLACEMENTS = st.sampled_from((Placement.LINEAR, Placement.FOLDED))
-
-
-def of_kinds(layers: int) -> st.SearchStrategy[tuple[str, ...]]:
-    """Kinds of so many layers."""
-    return st.lists(st.sampled_from(["layer", "wide"]), min_size=layers, max_size=layers).map(tuple)
-
-
-@given(st.integers(1, 4), PLACEMENTS, st.integers(0, 8), st.integers(0, 12), st.data())
-def test_units_hold_every_part_once_and_in_order(
-    stages: int, placement: Placement, unit_layers: int, more: int, data: st.DataObject
-) -> None:
-    layout = ParallelLayout(pp=stages, placement=placement)
-    layers = layout.chunks + more
-    kinds = data.draw(of_kinds(layers))
-    members = [
-        (name, layer)
-        for chunk in range(layout.chunks)
-        for unit in chunk_units(layout, kinds, chunk, unit_layers)
-        for name, layer in zip(unit.members, unit.layers, strict=True)
-    ]
-    assert members == [("embedding", -1), *((kinds[n], n) for n in range(layers)), ("head", layers)]
-    for names in units_in_use(layout, kinds, unit_layers).values():
-        assert sum(map(is_layer, names)) <= max(1, unit_layers)
-        assert unit_layers or len(names) == 1
 
 
 @pytest.mark.parametrize(("tp", "recompute"), [(1, "none"), (2, "none"), (2, "full")])

@@ -13,7 +13,7 @@ from braid.scheduling.schedule.operations import (
     Receive,
     Wait,
 )
-from braid.scheduling.schedule.schedule import Block, Prefetch, Program, Schedule, Side, Sides
+from braid.scheduling.schedule.schedule import Block, Prefetch, Program, Schedule, Sides
 from braid.scheduling.schedule.text import parse_instruction, parse_sides
 from braid.scheduling.schedule.validate import ScheduleError
 from tests.scheduling.cases import (
@@ -22,6 +22,7 @@ from tests.scheduling.cases import (
     layout_for,
     model_parts,
     named_schedule,
+    on_strands,
     with_stage,
 )
 
@@ -77,6 +78,11 @@ def test_the_number_of_micro_batches_must_be_right() -> None:
     assert "no micro-batches" in message_of(replace(schedule, micro_batches=0), layout)
 
 
+def test_what_runs_side_by_side_is_on_different_strands() -> None:
+    schedule = on_strands(named_schedule("braid", 2, 6, 2), frozenset(range(6)))
+    assert "both directions are on strand beta" in message_of(schedule, layout_for("braid", 2, 2))
+
+
 @pytest.mark.parametrize("token", ["STEP", "NORM", "REDUCE(0 tp)", "WAIT(REDUCE 0 tp)"])
 def test_a_schedule_without_backward_passes_updates_nothing(token: str) -> None:
     layout = layout_for("megatron", 2, 2)
@@ -103,19 +109,6 @@ def test_a_validation_gathers_what_ranks_hold_in_shares(zero: int) -> None:
     plain = validation_schedule(LLAMA, whole, 2, PARTS)
     code_of(plain, whole)
     assert "the parameters of chunk 0 are not gathered" in message_of(plain, cut)
-
-
-def test_backward_passes_need_programs_and_gradients_at_once_a_schedule_that_trains() -> None:
-    schedule, layout = named_schedule("megatron", 1, 1, 2), layout_for("megatron", 1, 2)
-    head = (Side(PassKind.FORWARD, "head"),)
-    only = validation_schedule(LLAMA, layout, 1, PARTS)
-    message = message_of(replace(schedule, programs=only.programs), layout)
-    assert "at B0.0: the schedule has no backward passes" in message
-    message = message_of(replace(only, programs={**only.programs, head: schedule.programs[head]}), layout)
-    assert "at F0.0: program F:head: the graph has no operator 'loss.grad'" in message
-    programs = {**schedule.programs, head: only.programs[head]}
-    message = message_of(replace(schedule, programs=programs), layout)
-    assert "at B0.0: final_norm.grad of its forward pass has not run" in message
 
 
 def test_sends_may_not_count_on_buffers() -> None:
@@ -147,15 +140,6 @@ schedule megatron, stage 1, at F1.1: its input from stage 0 has not arrived (no 
 * stage 1 |     F0.1         SEND(F0.2>2)    RECV(B0.1<2)    >>F1.1<<       SEND(F1.2>2)    WAIT(RECV B0.1<2)  WAIT(SEND F0.2>2)
   stage 2 | RECV(F0.2<1)  WAIT(RECV F0.2<1)      F0.2      RECV(F1.2<1)         B0.2           SEND(B0.1>1)    WAIT(RECV F1.2<1)"""  # noqa: E501
     )
-
-
-def test_the_message_shows_a_fault_at_the_end() -> None:
-    schedule, layout = named_schedule("megatron", 1, 1, 2), layout_for("megatron", 1, 2)
-    message = message_of(with_stage(schedule, 0, [*schedule.stages[0][:-1]]), layout)
-    assert message.splitlines() == [
-        "schedule megatron, stage 0, at the end: the STEP is missing",
-        "* stage 0 | NORM  REDUCE(norm tp)  WAIT(REDUCE norm tp)  >>end<<",
-    ]
 
 
 # -- programs -----------------------------------------------------------------------------------------------
