@@ -7,9 +7,10 @@ in a checkout of its own, then compare::
     cd NEW && PYTHONPATH=$PWD python -m tests.recorded.training --out /tmp/new.json
     PYTHONPATH=$PWD python -m tests.recorded.training --compare /tmp/old.json /tmp/new.json
 
-All runs take a quarter of an hour; the file is written after every one. Runs measure what they decide by:
-decisions may differ, and change no bits. Only what lasts is used: the command line, ``metrics.jsonl`` (its
-floats are exact) and checkpoints.
+All runs take a quarter of an hour. The file is written after every one; a record that was broken off goes on
+where it was, so other sources need another file. Runs measure what they decide by: decisions may differ, and
+change no bits. Only what lasts is used: the command line, ``metrics.jsonl`` (its floats are exact) and
+checkpoints.
 """
 
 import hashlib
@@ -31,10 +32,10 @@ from typing import Any, Final
 import yaml
 
 from tests.end_to_end.command import ROOT, Outcome, braid, overlap_of
-from tests.recorded.files import REFUSED, SCHEDULES, Case, chosen, command, write_cases
+from tests.recorded.files import REFUSED, SCHEDULES, Case, chosen, command, read_cases, write_cases
 
 FAILED: Final = "failed"
-"""Key of the message where a run ended otherwise than it should."""
+"""Key of the message where a run ended otherwise than it should; it is done again when a record goes on."""
 BITS: Final = ("losses", "norms", "parameters")
 """SHA-256 of what has to be equal."""
 _REFUSED_EXIT: Final = 2
@@ -220,9 +221,9 @@ def parameter_bytes(checkpoint: Path) -> Iterator[bytes]:
 
 
 def record(out: Path, pattern: str | None) -> int:
-    """Do all runs whose names hold the pattern; 1 if one failed."""
-    cases, found = training_cases(), dict[str, Case]()
-    names = chosen(cases, pattern)
+    """Do all runs whose names hold the pattern and that are not in the file yet; 1 if one failed."""
+    cases, found = training_cases(), read_cases(out) if out.exists() else {}
+    names = [name for name in chosen(cases, pattern) if FAILED in found.get(name, {FAILED: ""})]
     with tempfile.TemporaryDirectory(prefix="recorded-") as name_of_folder:
         folder = Path(name_of_folder)
         prepare(folder)

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -127,14 +126,14 @@ def test_orders_are_issued_as_they_are_and_weight_gradients_may_be_left(data: st
 @settings(max_examples=30, deadline=None)
 def test_segments_end_with_their_collectives_and_pairs_with_a_barrier(data: st.DataObject) -> None:
     order = data.draw(orders(BOTH, BOTH_GIVEN))
-    cuts = sorted(data.draw(st.sets(st.integers(1, len(order) - 1), max_size=12)))
-    segments = []
-    for begin, end in pairwise([0, *cuts, len(order)]):
-        names = [[name for own, name in order[begin:end] if own == turn] for turn in BOTH]
-        segments.append((names[0], names[1]))
-    # Within a segment collectives start first, so it may not hold what they read: one operator a side does.
-    if any(not _independent(segment) for segment in segments):
-        segments = [([], [name]) if turn else ([name], []) for turn, name in order]
+    segments: list[tuple[list[str], list[str]]] = [([], [])]
+    for turn, name in order:
+        grown = [*map(list, segments[-1])]
+        grown[turn].append(name)
+        # In a segment collectives start first, so it holds nothing that they read.
+        if not _independent(grown) or data.draw(st.integers(0, 5)) == 0:
+            segments.append(([], []))
+        segments[-1][turn].append(name)
     steps = tuple(OrderSegment((tuple(f), tuple(b))) for f, b in segments)
     program = program_of(parse_sides(PAIR), PARTS, steps)
     schedule = named_schedule("dhelix", 2, 4, 2)
@@ -152,7 +151,7 @@ def test_segments_end_with_their_collectives_and_pairs_with_a_barrier(data: st.D
                 under_way.remove(Issue(action.turn, str(action.what)))
 
 
-def _independent(segment: tuple[list[str], list[str]]) -> bool:
+def _independent(segment: Sequence[list[str]]) -> bool:
     """Whether no collective of a segment reads what the same segment writes."""
     for graph, names in zip(BOTH.values(), segment, strict=True):
         operators = [graph.named(name) for name in names]

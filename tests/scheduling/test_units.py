@@ -23,6 +23,7 @@ from braid.scheduling.schedule.operations import (
     Strand,
     Wait,
 )
+from braid.scheduling.schedule.rounds import in_rounds
 from braid.scheduling.schedule.schedule import Block, Instruction, Program, Schedule, Side, Sides
 from tests.scheduling.cases import LLAMA, model_parts
 from tests.scheduling.test_graphs import check_data_flow
@@ -52,6 +53,13 @@ def test_a_unit_is_its_parts_one_after_the_other(tp: int, recompute: str) -> Non
     check_data_flow(unit)
     saved = sum(parts[name].saved_bytes(2) for name in names)
     assert unit.saved_bytes(2) <= saved, "what two parts share is counted once"
+
+
+def test_units_without_a_partner_run_first_or_last_and_those_of_backward_passes_before_others() -> None:
+    units = (["embedding", "layer", "layer"], ["head", "layer"])
+    kinds = (PassKind.FORWARD, PassKind.BACKWARD)
+    assert [*in_rounds(units, kinds, {("layer", "layer")})] == [[None, 0], [0, None], [1, 1], [2, None]]
+    assert [*in_rounds(units, kinds, set())] == [[None, 0], [None, 1], [0, None], [1, None], [2, None]]
 
 
 def _pair(forward: int, backward: int, chunk: int = 1) -> Block:
