@@ -10,16 +10,16 @@ PRODUCT = {"actors": 18740, "dashboards": 2340, "jobs": 12360, "kernels": 4460, 
 TESTS = {
     "actors": 9060,
     "architecture": 370,
-    "cuda": 5040,
+    "cuda": 4660,
     "dashboards": 3360,
     "end_to_end": 6100,
     "gpu": 1200,
     "jobs": 6530,
-    "kernels": 2700,
+    "kernels": 2250,
     "measure": 640,
-    "papers": 2410,
-    "recorded": 650,
-    "scheduling": 8290,
+    "papers": 1380,
+    "recorded": 580,
+    "scheduling": 5950,
 }
 PAGE = 2_190
 ROOM = 150
