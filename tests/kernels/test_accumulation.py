@@ -16,6 +16,7 @@ from braid.kernels.operators.accumulation import (
     rounded_first,
     way_to_accumulate,
 )
+from braid.kernels.operators.linear import Linear
 
 BF16, FP32 = torch.bfloat16, torch.float32
 ELSEWHERE = "meta"
@@ -79,6 +80,22 @@ def test_else_the_product_is_not_rounded_and_else_as_on_the_cpu(offered: set[Any
     assert calls.made[0][2].dtype == FP32
     assert calls.made[1][2] is total
     assert accumulated("cpu")[1].names == rounded, "the CPU keeps its bits whatever torch offers"
+
+
+def test_a_linear_map_asks_before_any_step_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(accumulation, "_works", lambda *question: bool(asked.append(question)))
+    way_to_accumulate.cache_clear()
+    there = {"bias": False, "device": torch.device(ELSEWHERE), "dtype": BF16}
+    linear = Linear(inputs=3, outputs=5, **there)
+    tried = [(way, ELSEWHERE, BF16, FP32) for way in (inside_the_product, beside_the_product)]
+    assert asked == tried
+    linear.gradients["weight"] = torch.zeros(5, 3, device=ELSEWHERE)
+    linear.weight_gradient(*(torch.ones(4, size, dtype=BF16, device=ELSEWHERE) for size in (5, 3)))
+    Linear(inputs=2, outputs=2, **there)
+    Linear(inputs=2, outputs=2, bias=False, dtype=FP32)
+    assert asked == tried
+    way_to_accumulate.cache_clear()
 
 
 # What a trial tells: emulations of ways that are right, and of ways that are wrong.

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from braid.kernels.choice import KeptChoices, Question, choose, quickest
+from braid.kernels.choice import KeptChoices, Question, choices_folder, choose, quickest
 from braid.kernels.trials import Measured, Use
 
 USES = (
@@ -113,6 +113,11 @@ def test_without_a_place_to_write_the_process_still_remembers(tmp_path: Path) ->
     assert ["cannot be" in str(one.message) for one in told] == [True]
     assert kept.used(question()) == kept.used(question("A100")) == CHOICE
     assert kept.read(question()) is kept.used(question("V100")) is None
+
+
+def test_where_the_folder_is() -> None:
+    assert choices_folder({"BRAID_CACHE": "/c", "HOME": "/h"}) == Path("/c/kernels")
+    assert choices_folder({"HOME": "/h"}) == Path("/h/.cache/braid/kernels")
 
 
 # -- ranks -------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from braid.kernels.family import TORCH, operator_family
+from braid.kernels.operators import cross_entropy
 from braid.kernels.operators.cross_entropy import CrossEntropyLoss, CrossEntropyStatistics
 from tests.kernels.cases import TOLERANCE, assert_close, normal, wide_leaf
 
@@ -109,6 +110,17 @@ def test_narrow_dtypes(dtype, cut, family):
     for scale in (torch.tensor(0.125), torch.randn(13) * torch.randint(2, (13,))):
         for terms in ((0.0, 0.0), (0.3, 0.02)):
             check(logits_TV, targets_T, cut, scale, *terms, kind=family.cross_entropy_statistics)
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 200, 1 << 20])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_chunks_change_nothing(monkeypatch, chunk_bytes, dtype):
+    torch.manual_seed(0)
+    logits_TV, targets_T = normal(11, 12, dtype=dtype), torch.randint(12, (11,))
+    expected = parallel_loss(logits_TV, targets_T, [5, 7], 1.0)
+    monkeypatch.setattr(cross_entropy, "_CPU_CHUNK_BYTES", chunk_bytes)
+    for actual, reference in zip(parallel_loss(logits_TV, targets_T, [5, 7], 1.0), expected, strict=True):
+        assert_close(actual, reference)
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from braid.kernels.family import TORCH, operator_family
 from braid.kernels.operators.permute import Permute, Regroup, Unpermute
 from tests.kernels.cases import assert_close, normal, wide_leaf
 from tests.kernels.routing import UNEVEN, draw_choice, rows_of_visits
@@ -18,6 +19,8 @@ seeds = st.integers(0, 2**32 - 1)
 sizes = st.sampled_from([(1, 1), (2, 1), (4, 2), (7, 3), (5, 5), (33, 4)])
 capacities = st.sampled_from([None, 1, 2, 5, 100])
 kinds = st.sampled_from(UNEVEN)
+TRITON = operator_family("triton", torch.device("cpu"), torch.float32)
+families = pytest.mark.parametrize("family", [TORCH, TRITON], ids=["torch", "triton"])
 
 
 def selection(choice_tk: Tensor, experts: int, capacity: int | None) -> Tensor:
@@ -96,6 +99,27 @@ def test_rows_of_16_bits_are_copied_and_sums_rounded_once(kind, capacity):
     rows = rows_of_visits(choice_tk, E, capacity)
     found_tk = torch.tensor([[(t, j) in rows for j in range(k)] for t in range(40)])
     assert_close(d_gates_tk, (x_tD.double() * dy_tD.double()).sum(-1, keepdim=True) * found_tk, 1e-5)
+
+
+@families
+@torch.no_grad()
+def test_what_lies_in_no_visit_is_not_read(family):
+    """Rows that no visit fills, and the first row and token, where visits without a place could look."""
+    choice_tk = torch.tensor([[0, 1], [0, 2], [0, 1]])
+    permute, unpermute = family.permute(4, 2), family.unpermute(4, 2)
+    x_tD = torch.tensor([[torch.inf], [1.0], [2.0]])
+    (rows_nD,) = permute(x_tD, choice_tk)
+    assert rows_nD.flatten().tolist() == [torch.inf, 1, torch.inf, 2, 1, 0, 0, 0]
+    rows_nD[5:] = torch.nan
+    (y_tD,) = unpermute(rows_nD, torch.ones(3, 2), choice_tk)
+    assert y_tD.flatten().tolist() == [torch.inf, 2, 2]
+    rows_nD[0] = torch.nan
+    dy_tD = torch.tensor([[torch.nan], [3.0], [5.0]])
+    d_rows_nD, d_gates_tk = unpermute.input_gradient(dy_tD, rows_nD, torch.ones(3, 2), choice_tk)
+    assert d_rows_nD.flatten().tolist()[1:2] + d_rows_nD.flatten().tolist()[3:] == [3, 5, 3, 0, 0, 0]
+    assert d_gates_tk[1:].tolist() == [[3, 3], [0, 10]]
+    d_rows_nD[5:] = torch.nan
+    assert permute.input_gradient(d_rows_nD, choice_tk)[0].flatten().tolist()[1:] == [6, 5]
 
 
 @given(seed=seeds, S=st.integers(1, 5), E=st.integers(1, 5), largest=st.integers(0, 4), back=st.booleans())

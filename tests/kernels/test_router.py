@@ -162,6 +162,22 @@ def test_gates_of_sparse_mixer_are_those_of_transformers(seed, tokens, E, jitter
 
 
 @pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@torch.no_grad()
+def test_of_equal_experts_the_first_is_chosen(after, biased):
+    dtype = torch.bfloat16
+    torch.manual_seed(0)
+    router = made(33, 5, D=2, softmax_after=after, dtype=dtype, bias_balanced=biased)
+    router.weight.copy_(torch.randint(3, (33, 2)))
+    _, choice_tk, _, scores_tE = router(torch.randint(3, (200, 2)).to(dtype))
+    assert len(scores_tE.unique()) < 33
+    assert choice_tk.tolist() == best(scores_tE, 5)
+    _, choice_tk, counts_E, _ = router(torch.zeros(4, 2, dtype=dtype))
+    assert choice_tk.tolist() == [[0, 1, 2, 3, 4]] * 4
+    assert counts_E.tolist() == [4] * 5 + [0] * 28
+
+
+@pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("normalised", [False, True])
 @torch.no_grad()
 def test_gates_of_zero_give_numbers(after, normalised):

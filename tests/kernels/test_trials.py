@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from braid.kernels.family import candidates
+from braid.kernels.family import TORCH, candidates
 from braid.kernels.operators.activation import SwiGLU
 from braid.kernels.operators.norm import RMSNorm
 from braid.kernels.operators.operator import ComputeOperator
@@ -147,3 +147,15 @@ def test_all_places_count_and_one_that_fails_is_enough() -> None:
     measured = laboratory(clock=clock).measure(uses, {"torch": RMSNorm, "narrow": narrow})
     assert measured == {"torch": 7000, "narrow": "ValueError: too wide"}
     assert clock.calls == 3 * (2 + 1)
+
+
+def test_where_pytorch_itself_fails_nothing_is_chosen() -> None:
+    measured = laboratory().measure([SWIGLU], {"torch": Broken, "Quick": Quick})
+    assert set(measured.values()) == {"RuntimeError: no such kernel"}
+
+
+def test_the_generator_of_the_run_is_left_alone() -> None:
+    before = torch.random.get_rng_state()
+    for use in USES:
+        laboratory().measure([use], {"torch": getattr(TORCH, use.operator)})
+    assert torch.equal(torch.random.get_rng_state(), before)

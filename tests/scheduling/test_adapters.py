@@ -10,6 +10,7 @@ from braid.actors.stage.state.parameters import Place
 from braid.scheduling.generate.lower import training_schedule
 from braid.scheduling.generate.setting import Setting
 from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.model.flops import model_flops
 from braid.scheduling.model.layers import built_in_parts
 from braid.scheduling.model.lora import Lora
 from braid.scheduling.model.operators import Phase
@@ -66,6 +67,12 @@ def test_a_frozen_matrix_has_no_weight_gradient() -> None:
     assert {op.name for op in few["head"].forward.operators} == {
         op.name for op in plain["head"].forward.operators if op.phase is not Phase.WEIGHT_GRADIENT
     }
+
+
+def test_a_step_needs_two_thirds_of_the_flops() -> None:
+    tokens = 1024
+    share = model_flops(adapted(LLAMA), tokens) / model_flops(LLAMA, tokens)
+    assert 2 / 3 < share < 0.8
 
 
 def linked(name: str, **layout: int) -> list[object]:

@@ -103,6 +103,13 @@ def test_unknown_parts_are_answered_with_the_nearest() -> None:
         parse_cluster({"base": "a800", "intra": "pcie5"}, "mine.yaml")
 
 
+def test_parts_may_be_presets() -> None:
+    content = {"gpu": "H100", "intra": "nvlink-900", "contention": "nvlink", "nodes": 1, "gpus_per_node": 4}
+    made, h100 = parse_cluster(content, "mine.yaml"), cluster_preset("h100")
+    assert made.inter is None
+    assert (made.gpu, made.intra, made.contention) == (h100.gpu, h100.intra, h100.contention)
+
+
 @pytest.mark.parametrize("gbps", [0, math.nan, "100 Gbit", True])
 def test_wrong_bandwidths_of_a_node(gbps: Any) -> None:
     assert refused({"base": "a800", "network": {"gbps_per_node": gbps}}) == (
@@ -161,6 +168,14 @@ def test_a_link_takes_latency_and_bandwidth() -> None:
     assert link.transfer_ns(0, 3) == link.transfer_ns(1e6, 0) == 0
     half = Link(kind="test", bytes_per_s=1e9, latency_ns=0, efficiency=1.0, half_bytes=1e6)
     assert half.transfer_ns(1e6, 1) == 2e6, "a message of this size reaches half the rate"
+
+
+def test_a_single_node_has_no_network() -> None:
+    single = cluster_preset("a100x8")
+    assert single.link(Stream.INTRA) == single.intra
+    with pytest.raises(ValueError, match="cluster a100x8 has one node and no network between nodes"):
+        single.link(Stream.INTER)
+    assert single.usable_bytes == single.gpu.memory_bytes - single.gpu.reserved_bytes > 0
 
 
 # -- groups ------------------------------------------------------------------------------------------------

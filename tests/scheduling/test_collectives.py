@@ -100,3 +100,15 @@ def test_time_is_latency_and_bytes_of_the_slower_level(kind: Kind, per_node: int
         (replace(CLUSTER, intra=replace(intra, **BEYOND), inter=inter), between),
     ):
         assert collective_ns(cluster, kind, payload, group) == pytest.approx(expected, abs=1)
+
+
+@given(st.integers(2, 16), PAYLOADS)
+def test_an_all_to_all_may_be_slower_than_a_ring(size: int, payload: float) -> None:
+    """By the link's share for it: all pairs cross the same root at a time."""
+    group = RankGroup(size=size, per_node=size)
+    slow = replace(CLUSTER, intra=replace(CLUSTER.intra, all_to_all_share=0.5, half_bytes=0.0, latency_ns=0))
+    fast = replace(slow, intra=replace(slow.intra, all_to_all_share=1.0))
+    doubled = 2 * collective_ns(fast, Kind.ALL_TO_ALL, payload, group)
+    assert collective_ns(slow, Kind.ALL_TO_ALL, payload, group) == pytest.approx(doubled, abs=1)
+    for kind in RINGS:
+        assert collective_ns(slow, kind, payload, group) == collective_ns(fast, kind, payload, group)

@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from braid.scheduling.cost.picture import (
@@ -18,7 +19,7 @@ from braid.scheduling.cost.simulate import Simulation
 from braid.scheduling.mesh.cluster import Stream
 from braid.scheduling.model.presets.library import cluster_preset
 from braid.scheduling.plan.decide import simulate_setting
-from braid.scheduling.trace.arrays import length
+from braid.scheduling.trace.arrays import length, shares
 from braid.scheduling.trace.svg import EXPOSED, MOVES
 from tests.scheduling.plans import SMALL, paired_runs, setting
 
@@ -30,6 +31,24 @@ WIDE = replace(
 def simulated(schedule: str, tp: int = 2) -> Simulation:
     own = setting(schedule, tp=tp, micro_batches=6, model=WIDE)
     return simulate_setting(own, replace(cluster_preset("a40", 1), gpus_per_node=tp)).simulation
+
+
+@pytest.mark.parametrize("schedule", ["megatron", "braid:w", "braid:twins"])
+def test_every_pass_is_a_bar_of_the_pipeline(schedule: str) -> None:
+    """Passes that run at the same time share the height; ends are part of the block that takes them up."""
+    ((*bars,),) = (row.bars for row in pipeline_rows(simulated(schedule)))
+    assert sorted(int(bar.label) for bar in bars) == sorted([*range(6)] * 2)
+    for bar in bars:
+        beside = [other.half for other in bars if other.begin == bar.begin and other is not bar]
+        assert beside == {"": [], "^": ["_"], "_": ["^"]}[bar.half]
+    first = min(bars, key=lambda bar: (bar.begin, bar.half == "_"))
+    assert (first.half == "^") is (schedule == "braid:twins")
+
+
+def test_columns_are_as_full_as_intervals_fill_them() -> None:
+    disjoint = np.array([[0, 5], [10, 30], [35, 36]])
+    assert shares(disjoint, np.array([0.0, 10, 20, 30, 40])).tolist() == pytest.approx([0.5, 1, 1, 0.1])
+    assert shares(disjoint[:0], np.array([0.0, 10, 20])).tolist() == [0, 0]
 
 
 def test_the_pipeline_has_an_axis_of_time_and_shows_communication() -> None:

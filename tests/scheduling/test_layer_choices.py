@@ -17,6 +17,7 @@ from braid.scheduling.plan.decide import Outcome, decide, modelled, within
 from braid.scheduling.plan.layer_choices import (
     LayerSearch,
     choose_layers,
+    degrees_within,
     with_choices,
 )
 from braid.scheduling.plan.space import COARSE
@@ -69,6 +70,10 @@ def test_policies_are_one_word_or_one_for_every_layer() -> None:
         policies_of("2*full none", 4)
     with pytest.raises(ValueError, match="'some' is not a recompute policy"):
         policies_of("2*some none", 3)
+
+
+def test_degrees_side_by_side_divide_each_other() -> None:
+    assert [degrees_within(tp) for tp in (1, 2, 8, 6)] == [(1,), (1, 2), (1, 2, 4, 8), (1, 3, 6)]
 
 
 @cache

@@ -66,6 +66,17 @@ def test_what_cuts_nothing_or_cannot_cut_is_refused(text: str, cause: str) -> No
     assert str(error.value) == f"partition {text.split()[0]}: {cause}"
 
 
+def test_what_text_cannot_say_is_refused_too() -> None:
+    for wrong, cause in (
+        ({"order": (0, 1)}, f"order=0,1 {ORDER}; without a mesh it is empty"),
+        ({"operators": 1}, "operators=1 are cut along dim=''; give both or none"),
+        ({"dim": "tokens", "operators": -1}, "operators=-1 are cut along dim='tokens'; give both or none"),
+    ):
+        with pytest.raises(ValueError) as error:
+            Partition(what=Target("a", "b"), pieces=2, **wrong)  # type: ignore[arg-type]
+        assert str(error.value) == f"partition a/b: {cause}"
+
+
 OTHER_WORDS = """
 | a/b mesh 2x2 | a/b order 0,1 mesh 2x2 | a/b mesh 2by2 order 0,1 | a/b pieces | a/b pieces -2
 | a/b pieces 2 delivered | a/b pieces 2 of tokens | a/b with 1 pieces 2 | a/b  pieces 2 | a/b pieces 2 now

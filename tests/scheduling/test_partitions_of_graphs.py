@@ -124,6 +124,17 @@ def test_which_gemms_are_measured_in_pieces() -> None:
     assert not cut_gemms(model_parts(LLAMA, 1)["layer"])
 
 
+def test_what_nothing_else_reads_is_never_whole() -> None:
+    """Pieces of a value have memory of their own then, and live no longer than their readers."""
+    layer = model_parts(LLAMA, 2)["layer"]
+    cut = partitioned(layer, 2, "layer/mlp_scatter pieces 2 of tokens with 2")
+    made = {name for op in cut.forward.operators for name in op.writes}
+    for value, whole in (("activation.out", True), ("mlp_out.out", False), ("mlp_scatter.out", True)):
+        assert cut.values[f"{value}.1of2"].piece_of == (value if whole else None)
+        assert (value in made) == whole
+        assert f"{value}.2of2" in made
+
+
 # -- in schedules --------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from braid.scheduling.cost.analytic import analytic_profile
 from braid.scheduling.generate.named import ScheduleName
 from braid.scheduling.generate.setting import Setting
 from braid.scheduling.mesh.layout import ParallelLayout
@@ -128,3 +129,15 @@ def test_layers_that_meet_run_together_whatever_their_kinds(name: str, pp: int) 
     programs = {tuple(side for side in sides if side.kind is not PassKind.END) for sides in schedule.programs}
     paired = {sides for sides in programs if [side.kind.value for side in sides] == ["F", "B"]}
     assert paired == met, "and no program is there for nothing"
+
+
+def test_operators_are_told_with_their_kind_where_there_are_several() -> None:
+    spec, layout = cluster(gpus=2), ParallelLayout(tp=2)
+
+    def names(shape: ModelShape) -> set[str]:
+        parts = built_in_parts(part_sizes(shape, layout, 1))
+        return set(analytic_profile(spec, layout, parts).layer_operators.values())
+
+    assert "qkv" in names(LLAMA)
+    assert {"dense/qkv", "layer/qkv", "layer/router"} <= names(MOE)
+    assert not any(name.startswith(("embedding", "head")) for name in names(LLAMA))

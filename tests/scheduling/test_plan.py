@@ -125,6 +125,8 @@ def test_what_is_fixed_stays() -> None:
     found = plan_layout(Search(model=SMALL, global_batch=32, **fixed), cluster(nodes=2, gpus=4)).setting
     assert (found.layout.tp, found.workload.micro_batch) == (2, 2)
     assert (found.recompute, found.schedule) == ("fine", "megatron")
+    slots = replace(setting("braid", tp=4, pp=2, micro_batches=8), pipeline="eager_w", hop=3)
+    assert [*variants(slots, PART_BY_PART)] == [slots]
 
 
 def test_a_job_that_fits_nowhere_says_what_is_missing_and_what_would_do() -> None:

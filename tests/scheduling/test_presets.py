@@ -89,3 +89,9 @@ def test_unknown_names_without_a_near_one() -> None:
 def test_a_single_node_cannot_be_made_two() -> None:
     with pytest.raises(ValueError, match="inter is missing, but nodes=2: give the bandwidth and latency"):
         cluster_preset("a100x8", nodes=2)
+
+
+@pytest.mark.parametrize("nodes", [0, -1])
+def test_clusters_have_nodes(nodes: int) -> None:
+    with pytest.raises(ValueError, match=rf"^nodes={nodes} must be at least 1$"):
+        cluster_preset("a800", nodes=nodes)

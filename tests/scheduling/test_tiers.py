@@ -6,6 +6,7 @@ import pytest
 
 from braid.jobs.bench.overlap import WithoutTier
 from braid.scheduling.generate.lower import Choices
+from braid.scheduling.generate.partitions import with_partitions
 from braid.scheduling.mesh.partition import Partition, Target, parse_partition
 from braid.scheduling.model.operators import Kind
 from braid.scheduling.model.units import chunk_parameters
@@ -14,9 +15,11 @@ from braid.scheduling.plan.orders import CostedSetting
 from braid.scheduling.plan.tiers import (
     cuts,
     operation_tier,
+    points,
     sharing_partitions,
 )
 from braid.scheduling.schedule.schedule import Block
+from tests.scheduling.cases import LLAMA
 from tests.scheduling.partition_cases import collectives_of
 from tests.scheduling.plans import SMALL, cluster, lowered, setting
 
@@ -51,6 +54,18 @@ def test_steps_with_the_best_cuts_are_not_slower_than_with_others(inter: float) 
     assert best < 0.95 * step_ns()
     for text in OTHERS:
         assert best <= step_ns(parse_partition(text)) * 1.02, text
+
+
+@pytest.mark.parametrize("sequence", [4, 20])
+def test_of_few_tokens_no_more_pieces_are_tried_than_there_are(sequence: int) -> None:
+    """A rank has 1 or 5 of them."""
+    bench = modelled(cluster(nodes=2, gpus=2))(
+        setting("braid", tp=4, model=replace(LLAMA, sequence=sequence))
+    )
+    layer = bench.members["layer"]
+    for graph, op in collectives_of(layer):
+        for one in points(layer, graph, op, bench.profile):
+            with_partitions({"layer": layer}, (one,), bench.setting.layout)
 
 
 def test_one_tensor_parallel_rank_has_nothing_to_cut() -> None:

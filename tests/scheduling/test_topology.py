@@ -5,7 +5,9 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
+from braid.scheduling.cost.analytic import axis_streams
 from braid.scheduling.mesh.cluster import Stream
+from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.mesh.mesh import MeshShape
 from braid.scheduling.mesh.partition import Factor
 from braid.scheduling.mesh.topology import Topology
@@ -35,6 +37,18 @@ def test_an_axis_goes_between_nodes_where_two_of_its_neighbours_do(topology: Top
         else:
             assert axis not in topology.streams()
         assert bool(topology.warnings()) == bool(topology.spread("tp"))
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.sampled_from([1, 2, 4, 8]))
+def test_ranks_that_fill_nodes_in_order_lie_where_the_planner_takes_them_to(
+    tp: int, dp: int, pp: int, per_node: int
+) -> None:
+    layout = ParallelLayout(tp=tp, dp=dp, pp=pp)
+    hosts = [f"node {rank // per_node}" for rank in range(layout.ranks)]
+    planned = axis_streams(layout, per_node)["tp"]
+    found = Topology(layout.mesh, hosts).streams().get("tp", Stream.INTRA)
+    # A tensor-parallel degree that does not divide a node's GPUs has some groups inside, some over two nodes.
+    assert found is planned or per_node % tp
 
 
 @given(topologies())

@@ -1,5 +1,7 @@
 """Costs of the fullest rank: the others wait while its experts take longer, and nothing else changes."""
 
+from dataclasses import replace
+
 import pytest
 
 from braid.scheduling.cost.profile import Profile
@@ -51,3 +53,21 @@ def test_experts_take_longer_and_the_serial_step_does_not(layout: ParallelLayout
     if layout.tp == 1:
         expected = before.solo_ns[combine.key] - added * (ratio - 1)
         assert after.solo_ns[combine.key] == pytest.approx(max(0, expected), abs=1)
+
+
+def test_even_rows_change_nothing() -> None:
+    parts = parts_of(ParallelLayout(dp=2, ep=2))
+    for ratio in (0.0, 1.0):
+        profile = a_profile(parts, ratio)
+        assert of_fullest_rank(profile, parts) is profile
+
+
+def test_nothing_is_taken_from_transfers_that_were_measured_alone() -> None:
+    parts = parts_of(ParallelLayout(dp=2, ep=2))
+    before = replace(a_profile(parts, 1.25), transfers_alone=True)
+    after = of_fullest_rank(before, parts)
+    for op in (*parts["layer"].forward.operators, *parts["layer"].backward.operators):
+        if op.axis is not None:
+            assert after.solo_ns[op.key] == before.solo_ns[op.key]
+    expert_in = parts["layer"].forward.named("expert_in").key
+    assert after.solo_ns[expert_in] == pytest.approx(before.solo_ns[expert_in] * 1.25, abs=1)

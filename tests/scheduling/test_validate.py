@@ -8,9 +8,13 @@ import pytest
 from braid.scheduling.generate.lower import validation_schedule
 from braid.scheduling.mesh.layout import ParallelLayout, Placement
 from braid.scheduling.schedule.operations import (
+    Compute,
+    Norm,
     Pass,
     PassKind,
     Receive,
+    Start,
+    Step,
     Wait,
 )
 from braid.scheduling.schedule.schedule import Block, Prefetch, Program, Schedule, Sides
@@ -109,6 +113,19 @@ def test_a_validation_gathers_what_ranks_hold_in_shares(zero: int) -> None:
     plain = validation_schedule(LLAMA, whole, 2, PARTS)
     code_of(plain, whole)
     assert "the parameters of chunk 0 are not gathered" in message_of(plain, cut)
+
+
+def test_a_single_rank_sums_nothing_and_still_ends_with_its_passes() -> None:
+    """No sum stands between the last pass and the norm that could be too early."""
+    schedule, layout = named_schedule("megatron", 1, 2), layout_for("megatron", 1)
+    assert not [i for i in schedule.stages[0] if isinstance(i, Start | Wait)]
+    *passes, last, norm, step = schedule.stages[0]
+    assert (norm, step) == (Compute(Norm()), Compute(Step()))
+    for order in ([*passes, norm, last, step], [*passes, norm, step, last]):
+        with pytest.raises(ScheduleError, match="at NORM: chunk 0 still has passes to run"):
+            code_of(with_stage(schedule, 0, order), layout)
+    with pytest.raises(ScheduleError, match="at STEP: there is no NORM before it"):
+        code_of(with_stage(schedule, 0, [*passes, last, step]), layout)
 
 
 def test_sends_may_not_count_on_buffers() -> None:
