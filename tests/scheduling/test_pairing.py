@@ -25,7 +25,7 @@ from braid.scheduling.plan.list_schedule import (
 )
 from braid.scheduling.plan.orders import CostedSetting, decide_pairing, exact_pairing, layer_pair, order_steps
 from braid.scheduling.plan.pairing import Pairing, may_join, pair, segment_ns
-from braid.scheduling.plan.strands import STREAMS, PairProblem, StrandGraph, bits
+from braid.scheduling.plan.strands import STREAMS, PairProblem, StrandGraph, bits, joint_problem
 from braid.scheduling.schedule.order import Issue, Order
 from braid.scheduling.schedule.schedule import Sides
 from braid.scheduling.schedule.text import parse_sides
@@ -254,6 +254,17 @@ def _all_orders(problem: PairProblem) -> list[tuple[int, ...]]:
         before=problem.before,
     )
     return list(orders(both))
+
+
+def test_passes_side_by_side_add_to_gradients_in_their_order() -> None:
+    """Whatever computes stands behind the same operator of the first pass; collectives need not."""
+    bench = modelled(cluster(gpus=2))(setting("megatron", tp=2))
+    operators = bench.members["layer"].backward.operators
+    both = joint_problem([bench.members["layer"].backward] * 2, bench.profile).backward
+    for n, op in enumerate(operators):
+        first, second = both.before[n], both.before[len(operators) + n]
+        assert first >> n == 0
+        assert (second >> n & 1) == (not op.kind.communicates)
 
 
 # -- layers of presets ---------------------------------------------------------------------------------------

@@ -10,14 +10,18 @@ from hypothesis import strategies as st
 from braid.scheduling.cost.profile import TransferFit, with_piece_costs
 from braid.scheduling.generate.lower import Choices, training_schedule
 from braid.scheduling.generate.partitions import cut_gemms, with_partitions
+from braid.scheduling.mesh.cluster import Stream
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.mesh.partition import parse_partition
+from braid.scheduling.model.layers import layer_part
 from braid.scheduling.model.operators import Graph, Part
+from braid.scheduling.model.sizes import PartSizes
 from braid.scheduling.plan.decide import modelled
 from braid.scheduling.schedule.text import parse, write
 from braid.scheduling.schedule.validate import ScheduleError, linked
 from tests.scheduling.cases import (
     LLAMA,
+    MICRO_BATCH,
     choices_for,
     layout_for,
     model_parts,
@@ -115,6 +119,13 @@ def test_schedules_of_cut_layers_are_valid_and_round_trip(
     assert schedule.partitions == case.found
     linked(schedule, layout, own.model.kinds, parts)
     assert parse(write(schedule)) == schedule
+
+
+def test_stages_between_nodes_are_on_another_stream_than_those_inside() -> None:
+    sizes = PartSizes(shape=LLAMA, tp=4, micro_batch=MICRO_BATCH, streams={"tp": Stream.INTER})
+    cut = partitioned(layer_part(sizes), 4, "tp/all_gather mesh 2x2 order 0,1").forward
+    assert cut.named("mlp_gather.s1").stream is Stream.INTER
+    assert cut.named("mlp_gather.s2").stream is Stream.INTRA
 
 
 def test_which_gemms_are_measured_in_pieces() -> None:
