@@ -12,8 +12,6 @@ from torch import Tensor
 from braid.actors.stage.rank import assembly
 from braid.actors.stage.run.cuda_streams import CudaStreams
 from braid.actors.stage.run.streams import Transfer
-from braid.actors.stage.state.bucket import Bucket
-from braid.actors.stage.state.buckets import RankBuckets
 from braid.kernels.collectives.communicator import Communicator
 from braid.kernels.collectives.primitives import Launch
 from braid.scheduling.mesh.cluster import Stream
@@ -95,31 +93,6 @@ def starting(without: str) -> Altered:
     return patch.object(CudaStreams, "start", start)
 
 
-def nothing() -> Any:
-    """In the place of an issue that was done."""
-    raise AssertionError("issued twice")
-
-
-def finished_at_once(owner: Any, name: str) -> Altered:
-    """A method that makes a launch: what is computed of its result is computed when it was issued."""
-
-    def call(whole: Any, *given: Any, **named: Any) -> Any:
-        made = whole(*given, **named)
-        launch = made[1] if isinstance(made, tuple) else made
-        if launch.finish is None:
-            return made
-
-        def issue() -> Any:
-            work = launch.issue()
-            launch.finish()
-            return work
-
-        early = replace(launch, issue=issue, finish=None)
-        return (made[0], early) if isinstance(made, tuple) else early
-
-    return altered(owner, name, call)
-
-
 def from_a_copy(name: str) -> Altered:
     """A collective reads a copy of its input that lives until it is issued."""
 
@@ -164,25 +137,6 @@ def unawaited(owner: Any, which: Which) -> Altered:
     return altered(owner, "wait", wait)
 
 
-def given_back_in_transfer(kind: type, memory: Callable[[Bucket], Any]) -> Altered:
-    """Memory of a bucket is given back when its transfer was issued, and made anew when that is taken."""
-
-    def start(whole: Any, own: Any, what: Any) -> None:
-        whole(own, what)
-        if not isinstance(what, kind) or what.bucket is None:
-            return
-        for bucket, (_, transfer) in zip(own._of(what), own._pending[what], strict=True):
-            transfer.launch, transfer.work = Launch(transfer.launch.result.new_empty(0), nothing), None
-            memory(bucket).release()
-
-    def wait(whole: Any, own: Any, what: Any) -> None:
-        for bucket in own._of(what) if isinstance(what, kind) and what.bucket is not None else ():
-            memory(bucket).make(zeros=True)
-        whole(own, what)
-
-    return all_of(altered(RankBuckets, "start", start), altered(RankBuckets, "wait", wait))
-
-
 def swapped(what: Any) -> Any:
     """A sum or gather of bucket 1 for that of bucket 2."""
     return replace(what, bucket=3 - what.bucket) if what.bucket in (1, 2) else what
@@ -207,22 +161,17 @@ def relinked(change: Callable[[list[Operation]], list[Operation]]) -> Altered:
 
 def earlier(moved: Which, over: Which) -> Altered:
     """Every operation of a kind before the nearest one of another kind that it stood behind."""
-    return relinked(lambda operations: _earlier(operations, moved, over))
 
+    def change(operations: list[Operation]) -> list[Operation]:
+        found: list[Operation] = []
+        for one in operations:
+            at = len(found)
+            if moved(one):
+                at = max((n for n, other in enumerate(found) if over(other)), default=at)
+            found.insert(at, one)
+        return found
 
-def later(moved: Which, over: Which) -> Altered:
-    """Every operation of a kind behind the nearest one of another kind that it stood before."""
-    return relinked(lambda operations: _earlier(operations[::-1], moved, over)[::-1])
-
-
-def _earlier(operations: list[Operation], moved: Which, over: Which) -> list[Operation]:
-    found: list[Operation] = []
-    for one in operations:
-        at = len(found)
-        if moved(one):
-            at = max((n for n, other in enumerate(found) if over(other)), default=at)
-        found.insert(at, one)
-    return found
+    return relinked(change)
 
 
 def is_a(operation: Any, what: Any = object, axis: str = "") -> Which:

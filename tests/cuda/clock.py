@@ -71,14 +71,12 @@ class TimedDevice(TorchDispatchMode):
 
     rank = 0
 
-    def __init__(self, *, spins: bool = True) -> None:
-        """``spins``: whether it has a kernel that only takes time."""
+    def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
         """The host's clock, nanoseconds."""
         self.kernels: list[float] = []
         """How long every operator's took, in the order of issue."""
-        self._spins = spins
         self._current = [Stream(self)]
 
     def group(self, log: object, name: str, ranks: Sequence[int]) -> "TimedGroup":
@@ -105,9 +103,8 @@ class TimedDevice(TorchDispatchMode):
         return Event(self)
 
     def spin(self, ns: float) -> None:
-        if self._spins:
-            self.now += ISSUE_NS
-            self.current().give(ns)
+        self.now += ISSUE_NS
+        self.current().give(ns)
 
     def synchronise(self) -> None:
         """The host waits for what it computes on; nothing else is asked for here."""

@@ -1,35 +1,24 @@
 """Where the memory of work lies that is done again: as an allocator places it that reuses what was freed."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.cuda.entries import Entry, Freed, Made, View, mapped
+from tests.cuda.entries import Freed, Made, View, mapped
 
 _ALIGNMENT = 64
 _POISON = 0xFF
 """In every byte: not a number, as floating point goes, and no index, as integers go."""
 
 
-class Noted(Protocol):
-    """What says which memory there is."""
-
-    @property
-    def entries(self) -> Sequence[Entry]:
-        """With what was made and freed, in order."""
-
-    @property
-    def first(self) -> dict[int, Tensor]:
-        """Contents, as bytes, of memory that was there before."""
-
-
 class Placement:
     """Where a rank's memory lies."""
 
-    def __init__(self, log: Noted) -> None:
+    def __init__(self, log: Any) -> None:
+        """``log``: a rank's log or a graph: what was made and freed, and what was there before."""
         sizes, places, end = {}, {}, 0
         pools: dict[int, list[tuple[int, int]]] = defaultdict(list)
         streams = {}
@@ -77,15 +66,8 @@ class Placement:
         return memory not in self._first
 
 
-class Holder(Protocol):
-    """What knows where memory lies."""
-
-    def tensor(self, view: View) -> Tensor:
-        """A view's tensor."""
-
-
-def placed(holder: Holder, arguments: Any) -> Any:
-    """Arguments of an operator, with tensors for views."""
+def placed(holder: Any, arguments: Any) -> Any:
+    """Arguments of an operator, with the tensors of a graph or placement for views."""
     return mapped(arguments, View, holder.tensor)
 
 

@@ -29,11 +29,8 @@ SEED = int(os.environ["BRAID_TEST_SEED"])
 STEPS = 4
 """Two that are not captured, one that is, and its first repetition with other tokens."""
 CASES = [
-    Case(schedule="interleaved", pp=2),
-    Case(schedule="zbv", pp=2),
-    Case(schedule="dhelix", tp=2, gpt=True),
+    Case(schedule="zbv", pp=2, micro_batches=2),
     Case(schedule="expert_overlap", dp=2, ep=2, capacity=True, micro_batches=2),
-    Case(schedule="braid:w", tp=2, pp=2, micro_batches=2),
     Case(schedule="braid:w", cp=2, ring=True, micro_batches=2),
     Case(schedule="ddp", dp=2, zero=2, micro_batches=2, rounded=True),
     Case(schedule="braid:w", tp=2, dp=2, zero=3, least=4096, micro_batches=2),
@@ -49,7 +46,7 @@ REORDERED = [
 @pytest.mark.parametrize("case", [*CASES, *REORDERED], ids=lambda case: case.name)
 def test_a_graph_changes_no_bit(case: Case) -> None:
     """Nor does any order of what is in it, on memory that is given away, inside the graph as outside."""
-    orders, case = range(SEED, SEED + 50 * (case in REORDERED)), replace(case, steps=STEPS)
+    orders, case = range(SEED, SEED + 20 * (case in REORDERED)), replace(case, steps=STEPS)
     assert faults(replace(case, graph=True), orders, left(case)) == []
 
 
@@ -148,33 +145,6 @@ def test_what_cannot_be_captured_is_issued_as_before(
             one_rank(replace(case, graph=True), scales, recording)
     assert captures == 1, "it is not tried again"
     assert found == wanted
-
-
-def test_what_cuda_refuses_to_capture() -> None:
-    """Waits for what is outside, or inside, work that strays, and streams that are not joined."""
-
-    def forks(log: RankLog) -> None:
-        point, other = log.event(), log.stream()
-        point.record(log.current())
-        other.wait_event(point)
-        with log.on(other):
-            torch.ones(1, device="cpu")
-
-    def run(log: RankLog) -> None:
-        inside, outside = log.event(), log.event()
-        outside.record(log.current())
-        with pytest.raises(RuntimeError, match="no point in it"), log.capture():
-            log.current().wait_event(outside)
-        with pytest.raises(RuntimeError, match="does not wait"), log.capture(), log.on(log.stream()):
-            torch.ones(1, device="cpu")
-        with pytest.raises(RuntimeError, match="was not waited for"), log.capture():
-            forks(log)
-        with log.capture():
-            inside.record(log.current())
-        with pytest.raises(RuntimeError, match="event of inside"):
-            log.current().wait_event(inside)
-
-    Machine(1).run(run)
 
 
 def test_marks_and_transfers_are_passed_once_the_device_has() -> None:

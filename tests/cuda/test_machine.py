@@ -27,17 +27,13 @@ OF_WIDTH = (
     "tp/reduce_scatter pieces 2 of width with 1",
 )
 ROUNDED = [
-    Case(schedule="ddp", dp=2, least=LEAST, micro_batches=2, steps=2, rounded=True),
     Case(schedule="braid:w", tp=2, dp=2, zero=2, least=LEAST, micro_batches=2, steps=2, rounded=True),
-    Case(schedule="megatron", pp=2, dp=2, zero=2, tied=True, micro_batches=2, steps=2, rounded=True),
-    Case(schedule="ddp", dp=4, zero=3, shards=2, least=LEAST, micro_batches=2, steps=2, rounded=True),
     Case(schedule="ddp", dp=4, zero=1, micro_batches=2, steps=2, partitions=IN_STAGES, rounded=True),
 ]
 """Ranks sum gradients in bf16."""
 CASES = [
     Case(schedule="megatron", tp=2, micro_batches=2, steps=2, copies=True),
     Case(schedule="braid:w", tp=2, pp=2, micro_batches=4, ends=True),
-    Case(schedule="dhelix", pp=2, micro_batches=4, gpt=True),
     Case(schedule="wavelet", tp=2, degrees=(2, 1), recompute="none fine", micro_batches=2),
     Case(schedule="ddp", dp=2, zero=1, least=LEAST, micro_batches=2, steps=2),
     Case(schedule="braid:w", pp=2, dp=2, zero=2, least=LEAST, tied=True, micro_batches=4, steps=2),
@@ -49,13 +45,13 @@ CASES = [
     Case(schedule="megatron", cp=4, ring=True, micro_batches=1),
     Case(schedule="expert_overlap", dp=2, ep=2, pp=2, micro_batches=4),
     Case(schedule="megatron", dp=2, ep=2, tp=2, micro_batches=1),
-    ROUNDED[1],
+    ROUNDED[0],
     Case(schedule="braid:w", tp=2, dp=2, zero=3, least=LEAST, micro_batches=2, steps=2, muon=True),
     Case(schedule="ddp", dp=2, zero=1, least=LEAST, micro_batches=2, steps=2, muon=True),
 ]
 """What differs in the orders that a device may choose, and what `tests.cuda.test_combinations` has not: small
 buckets, copies of the state, weight gradients that the next block does."""
-ORDERS = 10
+ORDERS = 4
 """Of each recorded step; CI's `make races` runs 30, the whole one 300."""
 SMOKE = ("compute does not wait for transfers", "one rank leaves a gather out")
 """Faults that `make test` looks for; `make races` draws others."""
@@ -170,7 +166,6 @@ LOSSES = [
     Case(schedule="megatron", tp=2, micro_batches=2),
     Case(schedule="braid:w", dp=2, micro_batches=2),
     Case(schedule="dhelix", pp=2, micro_batches=2),
-    Case(schedule="ddp", dp=2, zero=2, micro_batches=2),
     Case(schedule="braid:w", dp=2, zero=3, micro_batches=2),
     Case(schedule="megatron", cp=2, ring=True, micro_batches=1),
     Case(schedule="megatron", dp=2, ep=2, micro_batches=1),
@@ -187,9 +182,9 @@ def test_a_lost_rank_leaves_good_copies_only(case: Case) -> None:
     entries, kernels = len(whole.machine.ranks[1].entries), whole.kernels
     assert len(kernels) > 1
     draw = random.Random(SEED)
-    places = {0, entries - 1, *kernels[-3:], *draw.sample(kernels, min(8, len(kernels)))}
-    places |= {*draw.sample(range(entries), 3)}
-    for at in draw.sample(sorted(places), 6) if case.graph else sorted(places):
+    places = {0, entries - 1, *kernels[-3:], *draw.sample(kernels, min(5, len(kernels)))}
+    places |= {*draw.sample(range(entries), 2)}
+    for at in draw.sample(sorted(places), 4) if case.graph else sorted(places):
         run = Survivors(case, lost=1, at=at)
         told = f"lost at entry {at} of {entries}"
         assert run.wrong_copies(whole) == [], told

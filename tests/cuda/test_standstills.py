@@ -27,7 +27,7 @@ from tests.cuda.log import RankLog
 from tests.cuda.machine import DeadlockError, Machine
 from tests.cuda.replay import Replay
 from tests.cuda.steps import Case, Ranked, made, recorded
-from tests.scheduling.cases import LLAMA, LOWERED, code_of, exists, valid_schedules, with_stage
+from tests.scheduling.cases import LLAMA, ORDERS, code_of, exists, valid_schedules, with_stage
 
 pytestmark = pytest.mark.alone
 
@@ -42,7 +42,7 @@ def assert_sound(machine: Machine) -> None:
     assert max(len(log.streams) for log in machine.ranks) <= QUEUES
 
 
-@pytest.mark.parametrize("name", LOWERED)
+@pytest.mark.parametrize("name", ORDERS)
 def test_on_four_stages(name: str) -> None:
     machine, _ = recorded(Case(schedule=name, pp=4, micro_batches=5 if exists(name, 4, 5) else 8))
     assert_sound(machine)
@@ -133,7 +133,7 @@ def in_one_go(dp: int, micro_batches: int) -> tuple[float, float]:
 
 
 @pytest.mark.slow
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(valid_schedules(max_stages=2), st.data())
 def test_what_validation_lets_through(drawn: tuple[Schedule, ParallelLayout], data: st.DataObject) -> None:
     """Receives that are started far earlier, other strands, early sums, ends, and edits of any sort: if it is

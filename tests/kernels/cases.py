@@ -5,6 +5,7 @@ Legend: T or t tokens, D hidden, I and O input and output features, F feed-forwa
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ Values = Sequence[Tensor]
 Reads = Callable[[Tensor, Values, Values], Values]
 """What a gradient method reads: of dy, the inputs of forward, and what forward saved."""
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+"""Where Triton's kernels run: in its interpreter without a GPU (`tests/conftest.py`)."""
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2}
 EPSILON = 1e-5
 
@@ -105,34 +108,29 @@ def check(case: Case, dtype: torch.dtype) -> None:
     assert all(map(torch.equal, case.inputs, kept)), "an input was modified"
 
 
-def _norm(kind: type[RMSNorm | LayerNorm], tokens: int, width: int, dtype: torch.dtype) -> Case:
-    """RMSNorm or LayerNorm over ``width``."""
+def rms_norm(tokens: int, width: int, dtype: torch.dtype) -> Case:
+    def reference(x_tD: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x_tD, (width,), weight, EPSILON)
 
-    def reference(x_tD: Tensor, weight: Tensor, bias: Tensor | float = 0.0) -> Tensor:
-        if kind is LayerNorm:
-            x_tD = x_tD - x_tD.mean(-1, keepdim=True)
-        return x_tD / (x_tD.pow(2).mean(-1, keepdim=True) + EPSILON).sqrt() * weight + bias
-
-    operator = kind(hidden=width, eps=EPSILON, dtype=dtype)
+    operator = RMSNorm(hidden=width, eps=EPSILON, dtype=dtype)
     return Case(operator, (normal(tokens, width, dtype=dtype),), reference, with_all, with_all)
 
 
-def rms_norm(tokens: int, width: int, dtype: torch.dtype) -> Case:
-    return _norm(RMSNorm, tokens, width, dtype)
-
-
 def layer_norm(tokens: int, width: int, dtype: torch.dtype) -> Case:
-    return _norm(LayerNorm, tokens, width, dtype)
+    def reference(x_tD: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.layer_norm(x_tD, (width,), weight, bias, EPSILON)
+
+    operator = LayerNorm(hidden=width, eps=EPSILON, dtype=dtype)
+    return Case(operator, (normal(tokens, width, dtype=dtype),), reference, with_all, with_all)
 
 
 def head_norm(tokens: int, width: int, dtype: torch.dtype) -> Case:
     """Norms of heads of ``width``: four of queries, two of keys, and as many of values that stay."""
 
     def reference(qkv: Tensor, q_weight: Tensor, k_weight: Tensor) -> Tensor:
-        heads = qkv.unflatten(-1, (8, width))
-        normed = heads / (heads.pow(2).mean(-1, keepdim=True) + EPSILON).sqrt()
-        parts = normed[:, :4] * q_weight, normed[:, 4:6] * k_weight, heads[:, 6:]
-        return torch.cat(parts, dim=1).flatten(1)
+        q, k, v = qkv.unflatten(-1, (8, width)).split((4, 2, 2), dim=1)
+        q, k = (F.rms_norm(x, (width,), weight, EPSILON) for x, weight in ((q, q_weight), (k, k_weight)))
+        return torch.cat((q, k, v), dim=1).flatten(1)
 
     operator = HeadNorm(heads=4, kv_heads=2, head_dim=width, eps=EPSILON, dtype=dtype)
     return Case(operator, (normal(tokens, 8 * width, dtype=dtype),), reference, with_all, with_all)
@@ -140,31 +138,21 @@ def head_norm(tokens: int, width: int, dtype: torch.dtype) -> Case:
 
 def linear(tokens: int, width: int, dtype: torch.dtype) -> Case:
     """A linear map from ``width`` to 5 features; with a bias if ``width`` is odd."""
-
-    def reference(x_TI: Tensor, weight: Tensor, bias: Tensor | float = 0.0) -> Tensor:
-        return torch.einsum("ti,oi->to", x_TI, weight) + bias
-
     operator = Linear(inputs=width, outputs=5, bias=bool(width % 2), dtype=dtype)
-    return Case(operator, (normal(tokens, width, dtype=dtype),), reference, gradient_alone, with_inputs)
+    return Case(operator, (normal(tokens, width, dtype=dtype),), F.linear, gradient_alone, with_inputs)
 
 
 def swiglu(tokens: int, width: int, dtype: torch.dtype) -> Case:
     """SwiGLU of 2 x ``width`` columns."""
 
     def reference(gu_T2F: Tensor) -> Tensor:
-        gate_TF, up_TF = gu_T2F[:, :width], gu_T2F[:, width:]
-        return gate_TF * torch.sigmoid(gate_TF) * up_TF
+        return F.silu(gu_T2F[:, :width]) * gu_T2F[:, width:]
 
     return Case(SwiGLU(), (normal(tokens, 2 * width, dtype=dtype),), reference, with_inputs, None)
 
 
 def gelu(tokens: int, width: int, dtype: torch.dtype) -> Case:
-    """GELU by its tanh formula."""
-
-    def reference(h_TF: Tensor) -> Tensor:
-        inner_TF = (2 / torch.pi) ** 0.5 * (h_TF + 0.044715 * h_TF**3)
-        return 0.5 * h_TF * (1 + torch.tanh(inner_TF))
-
+    reference = partial(F.gelu, approximate="tanh")
     return Case(GELU(), (normal(tokens, width, dtype=dtype),), reference, with_inputs, None)
 
 
@@ -198,6 +186,27 @@ def position_embedding(tokens: int, width: int, dtype: torch.dtype) -> Case:
 
     operator = PositionEmbedding(sequence=4, hidden=width, token_offset=2, dtype=dtype)
     return Case(operator, (normal(tokens, width, dtype=dtype),), reference, gradient_alone, gradient_alone)
+
+
+def turned(x_bsnd: Tensor, positions_bs: Tensor, base: float) -> Tensor:
+    """Rotary embedding by its formula: dimension i turns with i + d/2."""
+    half = x_bsnd.shape[-1] // 2
+    angle = positions_bs[..., None, None] * base ** (-torch.arange(half, dtype=torch.float64) / half)
+    low, high = x_bsnd.split(half, dim=-1)
+    return torch.cat((low * angle.cos() - high * angle.sin(), high * angle.cos() + low * angle.sin()), dim=-1)
+
+
+def attention_by_scores(
+    qkv_bsX: Tensor, heads: int, kv_heads: int, base: float | None, mask_bss: Tensor, positions_bs: Tensor
+) -> Tensor:
+    """o_bsQ: every score of the whole sample, softmax, weighted values; b samples, s tokens, Q widths."""
+    q, k, v = qkv_bsX.unflatten(-1, (heads + 2 * kv_heads, -1)).split((heads, kv_heads, kv_heads), dim=2)
+    if base is not None:
+        q, k = turned(q, positions_bs, base), turned(k, positions_bs, base)
+    k, v = (x.repeat_interleave(heads // kv_heads, dim=2) for x in (k, v))
+    scores = torch.einsum("bsnd,brnd->bnsr", q, k) / q.shape[-1] ** 0.5
+    scores = scores.masked_fill(~mask_bss[:, None], -torch.inf)
+    return torch.einsum("bnsr,brnd->bsnd", scores.softmax(-1), v).flatten(2)
 
 
 CASES: tuple[Callable[[int, int, torch.dtype], Case], ...]

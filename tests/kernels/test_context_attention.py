@@ -17,32 +17,13 @@ from braid.kernels.operators.context_blocks import (
     document_order,
     documents_of,
 )
-from tests.kernels.cases import assert_close, normal
+from tests.kernels.cases import assert_close, attention_by_scores, normal
 
 FP64, HEAD_DIM, BASE = torch.float64, 4, 100.0
 
 
 def documents_drawn(data: st.DataObject, sequence: int) -> list[int]:
     return sorted({0, *data.draw(st.lists(st.integers(1, sequence - 1), max_size=4))})
-
-
-def turned(x_bsnd: Tensor, positions_bs: Tensor) -> Tensor:
-    """Rotary embedding by its formula: dimension i turns with i + d/2."""
-    half = HEAD_DIM // 2
-    angle = positions_bs[..., None, None] * BASE ** (-torch.arange(half, dtype=FP64) / half)
-    low, high = x_bsnd.split(half, dim=-1)
-    return torch.cat((low * angle.cos() - high * angle.sin(), high * angle.cos() + low * angle.sin()), dim=-1)
-
-
-def reference(qkv_bsX: Tensor, heads: int, kv_heads: int, mask_bss: Tensor, positions_bs: Tensor) -> Tensor:
-    """o_bsQ: every score of the whole sample, softmax, weighted values."""
-    groups = [heads, kv_heads, kv_heads]
-    q, k, v = qkv_bsX.unflatten(-1, (-1, HEAD_DIM)).split(groups, dim=2)
-    q, k = turned(q, positions_bs), turned(k, positions_bs)
-    k, v = (x.repeat_interleave(heads // kv_heads, dim=2) for x in (k, v))
-    scores = torch.einsum("bsnd,brnd->bnsr", q, k) / HEAD_DIM**0.5
-    scores = scores.masked_fill(~mask_bss[:, None], -torch.inf)
-    return torch.einsum("bnsr,brnd->bsnd", scores.softmax(-1), v).flatten(2)
 
 
 class Rank:
@@ -140,36 +121,10 @@ def test_equals_attention_over_whole_samples(data, cp, ring, kv_heads, group, ma
     o_bsQ, d_qkv_bsX = over_ranks(qkv_bsX, d_o_bsQ, ranks, more, ring)
     with torch.enable_grad():
         leaf = qkv_bsX.clone().requires_grad_()
-        expected = reference(leaf, heads, kv_heads, mask_bss, positions_bs)
+        expected = attention_by_scores(leaf, heads, kv_heads, BASE, mask_bss, positions_bs)
         (expected_d,) = torch.autograd.grad(expected, leaf, d_o_bsQ)
     assert_close(o_bsQ, expected.detach())
     assert_close(d_qkv_bsX, expected_d)
-
-
-@given(data=st.data(), ranks=st.sampled_from([1, 2, 3, 4]), length=st.integers(1, 5), masked=st.booleans())
-@settings(deadline=None)
-def test_every_query_meets_its_keys_once(data, ranks, length, masked):
-    """Whether keys are gathered or passed around; and pieces are dealt out, each once."""
-    sequence = 2 * ranks * length
-    begins = documents_drawn(data, sequence) if masked else [0]
-    orders = [document_order(ranks, rank, sequence, begins) for rank in range(ranks)]
-    assert sorted(place for order in orders for place in order.own) == list(range(sequence))
-    document = {place: max(first for first in begins if first <= place) for place in range(sequence)}
-    expected = {(q, k) for q in range(sequence) for k in range(q + 1) if document[q] == document[k]}
-    for order in orders:
-        rows = order.own
-        pieces = [range(sequence)], [orders[(order.rank - step) % ranks].own for step in range(ranks)]
-        works = [order.gathered], order.ring
-        for keys, work in zip(pieces, works, strict=True):
-            met = [
-                (rows[q], own[k])
-                for own, blocks in zip(keys, work, strict=True)
-                for block in blocks
-                for n, q in enumerate(range(sequence)[block.queries])
-                for k in range(sequence)[block.keys][: n + 1 if block.causal else None]
-            ]
-            assert len(met) == len(set(met))
-            assert set(met) == {(q, k) for q, k in expected if q in rows}
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

@@ -103,12 +103,12 @@ def test_equals_autograd(seed, tokens, cut, scale, spread, kind_of_scale, smooth
 
 @pytest.mark.parametrize("family", [TORCH, TRITON], ids=["torch", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("cut", [[50], [17, 16, 17], [4100, 9]])
+@pytest.mark.parametrize("cut", [[17, 16, 17], [4100, 9]])
 def test_narrow_dtypes(dtype, cut, family):
     torch.manual_seed(0)
     logits_TV, targets_T = 4 * normal(13, sum(cut), dtype=dtype), torch.randint(sum(cut), (13,))
-    for scale in (0.125, torch.tensor(0.125), torch.randn(13) * torch.randint(2, (13,))):
-        for terms in ((0.0, 0.0), (0.1, 0.0), (0.0, 0.02), (0.3, 0.02)):
+    for scale in (torch.tensor(0.125), torch.randn(13) * torch.randint(2, (13,))):
+        for terms in ((0.0, 0.0), (0.3, 0.02)):
             check(logits_TV, targets_T, cut, scale, *terms, kind=family.cross_entropy_statistics)
 
 

@@ -91,17 +91,6 @@ def test_a_gpu_does_all_experts_at_once():
         assert_close(dx_nI[rows], dy_nO[rows].double() @ weight, 1e-2)
 
 
-@torch.no_grad()
-def test_small_gradients_are_not_lost_in_a_large_sum():
-    operator = GroupedLinear(experts=2, inputs=1, outputs=1, dtype=torch.bfloat16)
-    assert operator.weight.shape == (2, 1, 1)
-    operator.gradients["weight"] = torch.full((2, 1, 1), 256.0)
-    ones = torch.ones(3, 1, dtype=torch.bfloat16)
-    for _ in range(8):
-        operator.weight_gradient(0.125 * ones, ones, (2, 1))
-    assert operator.gradients["weight"].flatten().tolist() == [258, 257]
-
-
 @pytest.mark.parametrize(
     "sizes",
     [(2, 2), torch.tensor([2, 4]), (5,), (6, -1)],
@@ -114,3 +103,14 @@ def test_sizes_that_are_not_the_rows_are_refused(sizes):
     for call in (operator.forward, operator.input_gradient, lambda x, n: operator.weight_gradient(x, x, n)):
         with pytest.raises(ValueError, match=r"sizes=\[.*\] are not the 5 rows of experts=2"):
             call(x, sizes)
+
+
+@torch.no_grad()
+def test_small_gradients_are_not_lost_in_a_large_sum():
+    operator = GroupedLinear(experts=2, inputs=1, outputs=1, dtype=torch.bfloat16)
+    assert operator.weight.shape == (2, 1, 1)
+    operator.gradients["weight"] = torch.full((2, 1, 1), 256.0)
+    ones = torch.ones(3, 1, dtype=torch.bfloat16)
+    for _ in range(8):
+        operator.weight_gradient(0.125 * ones, ones, (2, 1))
+    assert operator.gradients["weight"].flatten().tolist() == [258, 257]

@@ -74,18 +74,14 @@ def test_there_and_back_equal_autograd(seed, tokens, sizes, capacity, kind, D):
     assert all(map(torch.equal, read, kept)), "it was modified"
 
 
-@families
-@pytest.mark.parametrize("kind", UNEVEN)
-@pytest.mark.parametrize("capacity", [None, 3, 50])
+@pytest.mark.parametrize(("kind", "capacity"), [("hot", None), ("unvisited", 50), ("zipf", 3)])
 @torch.no_grad()
-def test_rows_of_16_bits_are_copied_and_sums_rounded_once(kind, capacity, family):
-    """Triton's interpreter cuts off instead of rounding."""
+def test_rows_of_16_bits_are_copied_and_sums_rounded_once(kind, capacity):
     torch.manual_seed(0)
-    rounding = 2**-8 if family is TORCH else 2**-7
     E, k, bf16 = 8, 3, torch.bfloat16
     choice_tk = draw_choice(kind, 40, E, k)
     x_tD, dy_tD, gates_tk = normal(40, 33, dtype=bf16), normal(40, 33, dtype=bf16), torch.rand(40, k)
-    permute, unpermute = family.permute(E, capacity), family.unpermute(E, capacity)
+    permute, unpermute = Permute(E, capacity), Unpermute(E, capacity)
     (rows_nD,) = permute(x_tD, choice_tk)
     assert torch.equal(rows_nD.double(), reference_rows(x_tD.double(), choice_tk, E, capacity))
     (y_tD,) = unpermute(rows_nD, gates_tk, choice_tk)
@@ -99,7 +95,7 @@ def test_rows_of_16_bits_are_copied_and_sums_rounded_once(kind, capacity, family
         (d_x_tD, reference_sum(d_rows_nD.double(), ones_tk, choice_tk, E, capacity)),
     )
     for actual, exact in sums:
-        assert bool(((actual - exact).abs() <= rounding * exact.abs() + 1e-6).all())
+        assert bool(((actual - exact).abs() <= 2**-8 * exact.abs() + 1e-6).all())
     rows = rows_of_visits(choice_tk, E, capacity)
     found_tk = torch.tensor([[(t, j) in rows for j in range(k)] for t in range(40)])
     assert_close(d_gates_tk, (x_tD.double() * dy_tD.double()).sum(-1, keepdim=True) * found_tk, 1e-5)

@@ -75,7 +75,7 @@ ROUTINGS = st.fixed_dictionaries(
     kind=st.sampled_from(UNEVEN),
     dtype=st.sampled_from([FP64, torch.bfloat16]),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_equals_autograd(seed, tokens, sizes, routing, kind, dtype):
     """Numbers in bfloat16 are rounded at the ends only: the gradient of the input, once."""
     torch.manual_seed(seed)
@@ -128,49 +128,29 @@ def test_equals_autograd(seed, tokens, sizes, routing, kind, dtype):
     assert all(map(torch.equal, read, kept)), "it was modified"
 
 
-def mixed(logits_tE: Tensor, jitter: float, k: int) -> tuple[Tensor, Tensor]:
-    """Gates and choices of SparseMixer for any k, token by token; `sparsemixer` of `transformers` has two."""
-    gates, choices = [], []
-    for row in logits_tE.unbind():
-        left = list(range(len(row)))
-        for _ in range(k):
-            expert = max(left, key=lambda e, row=row: (row[e].item(), -e))
-            top = row[expert].item()
-            near = [e for e in left if top - row[e].item() <= 2 * jitter * max(abs(row[e].item()), top)]
-            gates.append(row[expert].exp() / row[near].exp().sum())
-            choices.append(expert)
-            left.remove(expert)
-    return torch.stack(gates).view(-1, k), torch.tensor(choices).view(-1, k)
-
-
 @given(
     seed=seeds,
     tokens=st.integers(1, 9),
-    sizes=sizes,
+    E=st.sampled_from([2, 4, 16]),
     jitter=st.sampled_from([0.01, 0.2, 5.0]),
     z=st.sampled_from([0.0, 0.2]),
     away=st.sampled_from([-3.0, 0.0, 3.0]),
 )
-@settings(max_examples=120, deadline=None)
-def test_gates_of_sparse_mixer_are_those_of_transformers(seed, tokens, sizes, jitter, z, away):
+@settings(max_examples=60, deadline=None)
+def test_gates_of_sparse_mixer_are_those_of_transformers(seed, tokens, E, jitter, z, away):
     """With scores on either side of zero (``away`` from it): there the best one's own size may not count."""
     torch.manual_seed(seed)
-    E, k = sizes
-    router = made(E, k, mixer_jitter=jitter, z_loss=z)
+    router = made(E, 2, mixer_jitter=jitter, z_loss=z)
     before = prepare(router, FP64)
-    x_tD, d_gates_tk = normal(tokens, 6, dtype=FP64), normal(tokens, k, dtype=FP64)
+    x_tD, d_gates_tk = normal(tokens, 6, dtype=FP64), normal(tokens, 2, dtype=FP64)
     with torch.no_grad():
         x_tD[:, 0], router.weight[:, 0] = 1, away
         gates_tk, choice_tk, _, scores_tE = router(x_tD)
     x, weight = wide_leaf(x_tD), wide_leaf(router.weight)
     logits_tE = torch.einsum("td,ed->te", x, weight)
-    expected_tk, chosen_tk = mixed(logits_tE, jitter, k)
+    expected_tk, chosen_tk = sparsemixer(logits_tE, jitter, training=False)
     assert_close(gates_tk, expected_tk)
     assert torch.equal(choice_tk, chosen_tk)
-    if k == 2:
-        expected_tk, chosen_tk = sparsemixer(logits_tE, jitter, training=False)
-        assert_close(gates_tk, expected_tk)
-        assert torch.equal(choice_tk, chosen_tk)
     losses_2 = reference_losses(logits_tE, torch.zeros(E), 0.0, z)
     total = (expected_tk * d_gates_tk).sum() + 0.37 * losses_2.sum()
     d_x, d_weight = torch.autograd.grad(total, (x, weight))
@@ -213,19 +193,6 @@ def test_gates_of_zero_give_numbers(after, normalised):
     assert bool(gates_tk.isfinite().all())
     assert bool(d_x.isfinite().all())
     assert float(gates_tk.sum()) == (4 if router.normalised else 0)
-
-
-@torch.no_grad()
-def test_the_balance_loss_is_transformers_but_for_the_number_of_choices():
-    """There, the experts' shares add up to k, and the loss is of the mean token."""
-    mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
-    torch.manual_seed(0)
-    router = made(8, 3, dtype=torch.float32, balance_loss=1.0)
-    prepare(router, torch.float32)
-    _, _, counts_E, scores_tE = router(torch.randn(50, 6))
-    losses_2 = router.losses(scores_tE, counts_E / counts_E.sum())
-    expected = mixtral.load_balancing_loss_func((scores_tE,), num_experts=8, top_k=3)
-    assert_close(losses_2[0] / 50 * 3, expected, 1e-5)
 
 
 @torch.no_grad()

@@ -29,7 +29,7 @@ USES = (
     *(use_of(operator, hidden=24, eps=1e-5) for operator in ("rms_norm", "layer_norm")),
     *(use_of(operator, width=20) for operator in ("swiglu", "gelu")),
     *(
-        use_of(operator, experts=5, capacity=capacity, width=20, choices=2)
+        use_of(operator, experts=5, capacity=capacity, width=33, choices=2)
         for operator in ("permute", "unpermute")
         for capacity in (None, 3)
     ),

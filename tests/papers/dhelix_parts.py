@@ -28,10 +28,11 @@ from braid.scheduling.plan.pairing import pair
 from braid.scheduling.plan.space import with_schedule
 from braid.scheduling.plan.strands import PairProblem, StrandGraph
 from braid.scheduling.schedule.memory import DTYPE_BYTES
+from braid.scheduling.schedule.text import parse_sides
 from tests.papers.dhelix import BATCH_TOKENS, claim, number, percentages
 from tests.papers.rows import FORMULA_TOLERANCE, RATE_TOLERANCE, Row
 from tests.papers.steps import chosen_setting
-from tests.scheduling.test_w_memory import largest, model_with
+from tests.papers.test_w_memory import largest, model_with
 
 STEP_TOKENS: Final = 16 * 2**20
 """Tokens of a step of Llama-3.1-405B (table 1)."""
@@ -171,7 +172,7 @@ def breakdown(setting: Setting, cluster: ClusterSpec) -> tuple[float, ...]:
 
 def _with_part(bench: CostedSetting, part: Part, cluster: ClusterSpec) -> float:
     problem = restricted(layer_pair(bench), bench.members["layer"].backward, part)
-    choices = Choices(orders={"F:layer|B:layer": segment_steps(problem, pair(problem))})
+    choices = Choices(orders={parse_sides("F:layer|B:layer"): segment_steps(problem, pair(problem))})
     return replay(bench.setting, choices, cluster).numbers.step_seconds
 
 

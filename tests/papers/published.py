@@ -1,4 +1,4 @@
-"""What the three papers published beside what the models here say.
+"""What two papers published beside what the models here say.
 
 Every row is computed when it is asked for. What does not fit is shown with the reason, as far as it is known.
 """
@@ -13,9 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
-from braid.scheduling.model.presets.library import cluster_preset
 from tests.papers.block_profile import read_block_profile
-from tests.papers.centauri import centauri_rows
 from tests.papers.dhelix import dhelix_rows
 from tests.papers.dhelix_parts import part_rows
 from tests.papers.oases import oases_rows
@@ -63,10 +61,8 @@ def run(profile_path: Path | None, progress: Callable[[str], None] = lambda text
     """
     profile = None if profile_path is None else read_block_profile(profile_path)
     rows = [*dhelix_rows(progress), *part_rows(progress)]
-    progress("Centauri: partitions and tiers")
-    rows += centauri_rows(cluster_preset("centauri_a"), cluster_preset("centauri_b"))
     if profile is not None:
-        progress("Oases: degrees and sub-batches")
+        progress("Oases: degrees")
         rows += oases_rows(profile)
     return PapersReport(rows=tuple(rows), left_out=() if profile is not None else (WITHOUT_PROFILE,))
 

@@ -50,17 +50,12 @@ def number(
     simulated: float,
     tolerance: float = 0.0,
     note: str = "",
-    fits: bool | None = None,
 ) -> Row:
-    """A number, and how far it is from the published one, or the nearer end of a range, as a share of it.
-
-    ``fits``: by default, where that share is within ``tolerance``.
-    """
+    """A number that fits within ``tolerance``, a share, of the published one or of a range's nearer end."""
     low, high = ends(published)
     nearest = min(max(simulated, low), high)
     distance = simulated / nearest - 1 if nearest else simulated
-    judged = abs(distance) <= tolerance if fits is None else fits
-    row = claim(paper, figure, what, unit, simulated, judged, note)
+    row = claim(paper, figure, what, unit, simulated, abs(distance) <= tolerance, note)
     return replace(row, published=published, distance=distance)
 
 

@@ -15,11 +15,11 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from typer.testing import CliRunner
 
@@ -44,8 +44,7 @@ TOLERANCE: Final = 1e-9
 """Relative differences up to this are taken for rounding in another order."""
 
 
-@dataclass(frozen=True)
-class Situation:
+class Situation(NamedTuple):
     """A model on a cluster in a layout; ``micro_batches`` of a replica in a step."""
 
     cluster: str
@@ -56,29 +55,6 @@ class Situation:
     variants: Sequence[tuple[str, int]] = (("none", 0),)
     """Recomputation and ZeRO."""
     micro_batch: int = 1
-
-    @property
-    def title(self) -> str:
-        """Model, cluster and layout in a few words."""
-        degrees = " ".join(f"{key} {value}" for key, value in self.parallel.items())
-        return f"{self.model} on {self.nodes} {self.cluster}, {degrees}, {self.micro_batches} mb"
-
-    def arguments(self, schedule: str, recompute: str, zero: int) -> list[str]:
-        """Of ``braid``."""
-        named = ScheduleName.parse(schedule)
-        samples = self.micro_batches * self.micro_batch * int(self.parallel.get("dp", 1))
-        replicas = int(self.parallel.get("dp", 1)) * int(self.parallel.get("cp", 1))  # one has no shares
-        keys = {
-            "parallel": json.dumps({**self.parallel, "zero": zero if replicas > 1 else 0}),
-            "train.global_batch": samples,
-            "train.micro_batch": self.micro_batch,
-            "train.recompute": recompute,
-            "overlap.schedule": named.schedule,
-            "overlap.pipeline": named.pipeline or "null",
-        }
-        sets = [text for key, value in keys.items() for text in ("--set", f"{key}={value}")]
-        place = ["--cluster", self.cluster, "--nodes", str(self.nodes)]
-        return ["simulate", self.model, *place, *sets, "--json"]
 
 
 ALL: Final = (("none", 0), ("full", 0), ("none", 1))
@@ -109,11 +85,29 @@ SITUATIONS: Final = (
 def cli_cases() -> dict[str, Callable[[], Case]]:
     """Names of the cases that ``braid simulate`` can do, and how to record them."""
     cases = {}
-    for situation in SITUATIONS:
-        for (recompute, zero), schedule in product(situation.variants, SCHEDULES):
-            name = f"{situation.title}, recompute {recompute}, zero {zero}: {schedule}"
-            cases[name] = partial(_simulated, situation.arguments(schedule, recompute, zero))
+    for one in SITUATIONS:
+        degrees = " ".join(f"{key} {value}" for key, value in one.parallel.items())
+        title = f"{one.model} on {one.nodes} {one.cluster}, {degrees}, {one.micro_batches} mb"
+        for (recompute, zero), schedule in product(one.variants, SCHEDULES):
+            name = f"{title}, recompute {recompute}, zero {zero}: {schedule}"
+            cases[name] = partial(_simulated, _arguments(one, schedule, recompute, zero))
     return cases
+
+
+def _arguments(one: Situation, schedule: str, recompute: str, zero: int) -> list[str]:
+    """Of ``braid``."""
+    named, replicas = ScheduleName.parse(schedule), int(one.parallel.get("dp", 1))
+    shares = replicas * int(one.parallel.get("cp", 1)) > 1  # one replica has none
+    keys = {
+        "parallel": json.dumps({**one.parallel, "zero": zero if shares else 0}),
+        "train.global_batch": one.micro_batches * one.micro_batch * replicas,
+        "train.micro_batch": one.micro_batch,
+        "train.recompute": recompute,
+        "overlap.schedule": named.schedule,
+        "overlap.pipeline": named.pipeline or "null",
+    }
+    sets = [text for key, value in keys.items() for text in ("--set", f"{key}={value}")]
+    return ["simulate", one.model, "--cluster", one.cluster, "--nodes", str(one.nodes), *sets, "--json"]
 
 
 def _simulated(arguments: Sequence[str]) -> Case:

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 from hypothesis import strategies as st
 
-from braid.scheduling.generate.lower import Choices, scheduled_parts, training_schedule, with_update
+from braid.scheduling.generate.lower import Choices, scheduled_parts, training_schedule
 from braid.scheduling.generate.named import (
     PIPELINES,
     SCHEDULES,
@@ -25,21 +25,17 @@ from braid.scheduling.model.shape import ModelShape, Workload
 from braid.scheduling.model.sizes import part_sizes
 from braid.scheduling.model.units import unit_parts
 from braid.scheduling.plan.orders import FIXED
-from braid.scheduling.schedule.buckets import buckets_of
 from braid.scheduling.schedule.code import Code
 from braid.scheduling.schedule.operations import (
-    Norm,
     Pass,
     Receive,
-    Reduce,
     Send,
     Start,
-    Step,
     Strand,
     Wait,
 )
 from braid.scheduling.schedule.order import parse_orders
-from braid.scheduling.schedule.schedule import Block, Instruction, Prefetch, Schedule
+from braid.scheduling.schedule.schedule import Block, Instruction, Schedule
 from braid.scheduling.schedule.text import parse_sides, write_step
 from braid.scheduling.schedule.validate import linked
 
@@ -86,7 +82,6 @@ def pairs_of(name: str) -> PairMethod | None:
     return kind_of(name).pairs if pipeline_of(name).pairs or not kind_of(name).searched else None
 
 
-PAIRED = tuple(name for name in LOWERED if pipeline_of(name).pairs)
 PAIRED_W = ("wavelet", "dhelix", "braid")
 SEARCHED = tuple(name for name in LOWERED if kind_of(name).searched)
 ORDERS = tuple({(pipeline_of(name), kind_of(name).early_sums): name for name in reversed(LOWERED)}.values())
@@ -280,40 +275,6 @@ def on_strands(schedule: Schedule, beta: frozenset[int]) -> Schedule:
     return replace(schedule, stages=tuple(tuple(map(moved, stage)) for stage in schedule.stages))
 
 
-def reduced_early(schedule: Schedule, layout: ParallelLayout) -> Schedule:
-    """The schedule with the sums of a chunk's gradients begun in its last block, or behind it."""
-
-    def updates(instruction: Instruction) -> bool:
-        return isinstance(getattr(instruction, "what", None), Reduce | Norm | Step)
-
-    def without(instruction: Instruction) -> Instruction:
-        return replace(instruction, sums=()) if isinstance(instruction, Block) else instruction
-
-    behind, kinds = prefetches_behind(schedule), model_for(layout).kinds
-    parts = unit_parts(model_parts(LLAMA, layout.tp), layout, kinds, schedule.unit_layers)
-    buckets = buckets_of(parts, layout, kinds, schedule.unit_layers)
-    schedule = prefetched(schedule, behind=False)
-    plain = tuple(tuple(without(i) for i in stage if not updates(i)) for stage in schedule.stages)
-    updated = replace(schedule, stages=with_update(plain, layout, buckets, early=True))
-    return prefetched(updated, behind=behind)
-
-
-def prefetches_behind(schedule: Schedule) -> bool:
-    """Whether steps begin to gather what the next one uses first."""
-    return all(isinstance(stage[-1], Prefetch) for stage in schedule.stages)
-
-
-def prefetched(schedule: Schedule, *, behind: bool) -> Schedule:
-    """The schedule with its PREFETCH, if it has one, at the begin of every list or ``behind`` all else."""
-    if not any(isinstance(i, Prefetch) for stage in schedule.stages for i in stage):
-        return schedule
-    bare = [tuple(i for i in stage if not isinstance(i, Prefetch)) for stage in schedule.stages]
-    return replace(
-        schedule,
-        stages=tuple((*stage, Prefetch()) if behind else (Prefetch(), *stage) for stage in bare),
-    )
-
-
 def several(schedule: Schedule) -> bool:
     """Whether blocks of the schedule have several passes."""
     return any(isinstance(i, Block) and len(i.passes) > 1 for stage in schedule.stages for i in stage)
@@ -330,8 +291,8 @@ def valid_schedules(
 ) -> tuple[Schedule, ParallelLayout]:
     """Generated schedules of all kinds, varied in what does not make them invalid.
 
-    Strands change places (micro-batches that nothing is paired with are on either), gradients are reduced
-    early, parameters are gathered, in the step before or not, backward passes leave ends.
+    Strands change places (micro-batches that nothing is paired with are on either), backward passes leave
+    ends.
     """
     zero = draw(st.integers(0, 3)) if zero is None else zero
     name = draw(st.sampled_from(names))
@@ -341,10 +302,6 @@ def valid_schedules(
     dp = 1 + (bool(zero) or draw(st.booleans()))
     schedule = named_schedule(name, stages, micro_batches, 2, zero=zero, dp=dp, ends=ends)
     layout = layout_for(name, stages, 2, dp, zero)
-    if draw(st.booleans()):
-        schedule = reduced_early(schedule, layout)
-    if zero in (1, 2):
-        schedule = prefetched(schedule, behind=draw(st.booleans()))
     if not several(schedule):
         schedule = on_strands(schedule, draw(st.frozensets(st.integers(0, micro_batches - 1))))
     elif draw(st.booleans()):

@@ -48,41 +48,15 @@ def refused(content: Any) -> str:
 # -- wrong input -------------------------------------------------------------------------------------------
 
 
-def numbers(kind: Any, at: str = "") -> list[str]:
-    """The paths of all numbers of a cluster file."""
-    found = []
-    for key, value in kind.items():
-        path = f"{at}.{key}" if at else key
-        if isinstance(value, dict):
-            found += numbers(value, path)
-        elif isinstance(value, int | float):
-            found.append(path)
-    return found
-
-
-NUMBERS = numbers(WHOLE)
-LIMITED = ("nodes", "gpus_per_node", "bytes_per_s", "memory_bytes", "peak_flops_per_s", "memory_bytes_per_s")
-MUST_BE_POSITIVE = [path for path in NUMBERS if path.split(".")[-1] in LIMITED]
-
-
-@pytest.mark.parametrize("path", MUST_BE_POSITIVE)
-@pytest.mark.parametrize("value", [0, -1])
-def test_zero_and_negative_are_refused(path: str, value: int) -> None:
-    message = refused(changed(path, value))
-    assert f"{path.split('.')[-1]}={value}" in message
-    assert message.endswith("must be greater than zero")
-
-
-@pytest.mark.parametrize(
-    "path", [path for path in NUMBERS if path not in MUST_BE_POSITIVE and not path.startswith("contention")]
-)
-def test_nothing_is_negative(path: str) -> None:
-    assert f": {path.split('.')[-1]}=-1" in refused(changed(path, -1))
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
+        (changed("nodes", 0), "mine.yaml: nodes=0 must be greater than zero"),
+        (changed("gpu.memory_bytes", -1), "mine.yaml.gpu: memory_bytes=-1 must be greater than zero"),
+        (changed("inter.bytes_per_s", 0), "mine.yaml.inter: bytes_per_s=0.0 must be greater than zero"),
+        (changed("intra.latency_ns", -1), "mine.yaml.intra: latency_ns=-1"),
+        (changed("gpu.launch_ns", -1), "mine.yaml.gpu: launch_ns=-1"),
+        (changed("gpu.gemm.ceiling", -1), "mine.yaml.gpu.gemm: ceiling=-1"),
         (changed("gpu.memory", 1), "mine.yaml.gpu: unknown key 'memory'; did you mean 'memory_bytes'?"),
         (changed("intra.efficiency", 0), "mine.yaml.intra: efficiency=0.0 must be above 0 and at most 1"),
         (changed("intra.efficiency", 70), "mine.yaml.intra: efficiency=70.0 must be above 0 and at most 1"),
@@ -93,7 +67,6 @@ def test_nothing_is_negative(path: str) -> None:
         (changed("inter", ...), "mine.yaml: inter is missing, but nodes=8: give the bandwidth and latency"),
         (None, "mine.yaml must hold keys and values, found None"),
         ({"base": "a80"}, "mine.yaml.base 'a80' is no preset; did you mean 'a800'?"),
-        ({"base": 5}, "mine.yaml.base 5 is no preset; `braid presets` lists them"),
         ({"base": ["a800"]}, "mine.yaml.base ['a800'] is no preset; did you mean 'a800'?"),
         ({"base": "a800", "nods": 2}, "mine.yaml: unknown key 'nods'; did you mean 'nodes'?"),
         (
@@ -125,6 +98,11 @@ def test_a_file_may_name_a_base_and_what_differs() -> None:
     assert parse_cluster({"base": "a800", "name": "ours"}, "mine.yaml").name == "ours"
 
 
+def test_unknown_parts_are_answered_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"^intra 'pcie5' is no preset; did you mean 'pcie4'\?$"):
+        parse_cluster({"base": "a800", "intra": "pcie5"}, "mine.yaml")
+
+
 def test_parts_may_be_presets() -> None:
     content = {"gpu": "H100", "intra": "nvlink-900", "contention": "nvlink", "nodes": 1, "gpus_per_node": 4}
     made, h100 = parse_cluster(content, "mine.yaml"), cluster_preset("h100")
@@ -132,15 +110,7 @@ def test_parts_may_be_presets() -> None:
     assert (made.gpu, made.intra, made.contention) == (h100.gpu, h100.intra, h100.contention)
 
 
-@pytest.mark.parametrize("part", ["gpu", "intra", "contention"])
-def test_unknown_parts_are_answered_with_the_nearest(part: str) -> None:
-    near = {"gpu": ("A801", "A800"), "intra": ("pcie5", "pcie4"), "contention": ("nvlnk", "nvlink")}[part]
-    with pytest.raises(ValueError) as error:
-        parse_cluster({"base": "a800", part: near[0]}, "mine.yaml")
-    assert str(error.value) == f"{part} {near[0]!r} is no preset; did you mean {near[1]!r}?"
-
-
-@pytest.mark.parametrize("gbps", [0, -5, math.nan, math.inf, "100 Gbit", None, True, [1]])
+@pytest.mark.parametrize("gbps", [0, math.nan, "100 Gbit", True])
 def test_wrong_bandwidths_of_a_node(gbps: Any) -> None:
     assert refused({"base": "a800", "network": {"gbps_per_node": gbps}}) == (
         f"mine.yaml.network.gbps_per_node={gbps!r} must be a number greater than zero"
@@ -222,10 +192,3 @@ def test_groups_are_what_lies_on_the_nodes(stride: int, size: int, gpus_per_node
     assert group.nodes == len(on_nodes)
     assert group.stream is (Stream.INTRA if len(on_nodes) == 1 else Stream.INTER)
     assert group.size == size
-
-
-@given(stride=st.integers(1, 40), size=st.integers(1, 40), gpus_per_node=st.integers(1, 16))
-def test_groups_fill_their_nodes_evenly(stride: int, size: int, gpus_per_node: int) -> None:
-    group = group_of(stride, size, gpus_per_node)
-    assert group.per_node * group.nodes == size
-    assert group.per_node <= max(1, gpus_per_node)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from braid.scheduling.cost.collectives import bytes_by_level, collective_ns, hops, sent_bytes
 from braid.scheduling.mesh.cluster import RankGroup, Stream
 from braid.scheduling.model.operators import Kind
-from braid.scheduling.model.presets.library import cluster_names, cluster_preset
+from braid.scheduling.model.presets.library import cluster_preset
 
 COLLECTIVES = [kind for kind in Kind if kind.communicates]
 KINDS = pytest.mark.parametrize("kind", COLLECTIVES)
@@ -34,19 +34,13 @@ BEYOND = {"bytes_per_s": 1e30, "latency_ns": 0}
     [
         (Kind.ALL_GATHER, 75, 3),
         (Kind.REDUCE_SCATTER, 75, 3),
+        (Kind.ALL_REDUCE, 150, 6),
         (Kind.ALL_TO_ALL, 75, 2),
         (Kind.SEND_RECEIVE, 100, 1),
     ],
 )
 def test_volumes_of_100_bytes_among_four_ranks(kind: Kind, sent: float, messages: int) -> None:
     assert (sent_bytes(kind, 100, 4), hops(kind, 4)) == (sent, messages)
-
-
-@given(st.integers(1, 64), PAYLOADS)
-def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(size: int, payload: float) -> None:
-    parts = sum(sent_bytes(kind, payload, size) for kind in RINGS)
-    assert sent_bytes(Kind.ALL_REDUCE, payload, size) == pytest.approx(parts)
-    assert hops(Kind.ALL_REDUCE, size) == sum(hops(kind, size) for kind in RINGS)
 
 
 def counted(group: RankGroup, payload: float, *, pairwise: bool) -> dict[Stream, float]:
@@ -69,12 +63,6 @@ def test_bytes_over_each_level_are_those_counted(group: RankGroup, payload: floa
         assert volume == pytest.approx(twice * found[level], abs=1e-6 * payload)
 
 
-@given(GROUPS, PAYLOADS, st.sampled_from(COLLECTIVES))
-def test_levels_share_what_is_sent(group: RankGroup, payload: float, kind: Kind) -> None:
-    volume = bytes_by_level(kind, payload, group)
-    assert sum(volume.values()) == pytest.approx(sent_bytes(kind, payload, group.size))
-
-
 def test_what_is_no_collective_has_no_volume() -> None:
     with pytest.raises(ValueError, match="gemm is not a collective"):
         sent_bytes(Kind.GEMM, 100, 4)
@@ -84,17 +72,15 @@ def test_what_is_no_collective_has_no_volume() -> None:
 
 
 @KINDS
-@pytest.mark.parametrize("name", cluster_names())
-def test_one_rank_and_no_bytes_cost_nothing(kind: Kind, name: str) -> None:
-    cluster = cluster_preset(name)
-    assert collective_ns(cluster, kind, 1e9, RankGroup(size=1, per_node=1)) == 0
-    assert collective_ns(cluster, kind, 0, INTRA) == 0
+def test_one_rank_and_no_bytes_cost_nothing(kind: Kind) -> None:
+    assert collective_ns(CLUSTER, kind, 1e9, RankGroup(size=1, per_node=1)) == 0
+    assert collective_ns(CLUSTER, kind, 0, INTRA) == 0
     assert hops(kind, 1) == sent_bytes(kind, 1e9, 1) == 0
-    assert collective_ns(cluster, kind, 1, INTRA) > 0
+    assert collective_ns(CLUSTER, kind, 1, INTRA) > 0
 
 
 @KINDS
-@pytest.mark.parametrize(("per_node", "nodes"), [(8, 1), (2, 1), (1, 4), (2, 4), (8, 2), (8, 32)])
+@pytest.mark.parametrize(("per_node", "nodes"), [(8, 1), (1, 4), (2, 4), (8, 32)])
 def test_time_is_latency_and_bytes_of_the_slower_level(kind: Kind, per_node: int, nodes: int) -> None:
     """A hop between nodes is counted for every node boundary, there and back, the others inside."""
     group, payload = RankGroup(size=per_node * nodes, per_node=per_node), 1e8

@@ -1,4 +1,4 @@
-"""Pictures of a paired block: what a layer has left is marked where the next one takes it up."""
+"""Pictures of a paired block and of a pipeline."""
 
 import re
 from dataclasses import replace
@@ -9,7 +9,6 @@ import pytest
 
 from braid.scheduling.cost.picture import (
     moving,
-    pair_pieces,
     pair_svg,
     pair_text,
     paired_run,
@@ -20,8 +19,6 @@ from braid.scheduling.cost.simulate import Simulation
 from braid.scheduling.mesh.cluster import Stream
 from braid.scheduling.model.presets.library import cluster_preset
 from braid.scheduling.plan.decide import simulate_setting
-from braid.scheduling.schedule.operations import PassKind
-from braid.scheduling.schedule.schedule import on_side
 from braid.scheduling.trace.arrays import length, shares
 from braid.scheduling.trace.svg import EXPOSED, MOVES
 from tests.scheduling.plans import SMALL, paired_runs, setting
@@ -29,37 +26,6 @@ from tests.scheduling.plans import SMALL, paired_runs, setting
 WIDE = replace(
     SMALL, hidden=4096, ffn=11008, layers=16, heads=32, kv_heads=32, head_dim=128, vocabulary=32000
 )
-
-
-@pytest.mark.parametrize("unit_layers", [0, 2])
-def test_what_was_left_is_marked(unit_layers: int) -> None:
-    own = setting("braid:w", tp=2, micro_batches=8, model=WIDE, unit_layers=unit_layers)
-    found = simulate_setting(own, replace(cluster_preset("a40", 1), gpus_per_node=2)).simulation
-    programs = found.code.schedule.programs
-    late = [
-        (side, {str(one.what) for one in on_side(program, number)})
-        for sides, program in programs.items()
-        for number, side in enumerate(sides)
-        if side.kind is PassKind.END and len(sides) > 2
-    ]
-    side, operators = max(late, key=lambda one: len(one[1]))
-    names = [op.own_name for op in found.code.parts[side.unit].backward.operators if op.name in operators]
-    run = paired_run(found)
-    assert names
-    assert run is not None
-    pieces, _ = pair_pieces(found, run)
-    marked = sorted(one.label for one in pieces if one.kind == "L")
-    assert marked == sorted(f"L:{name}" for name in names)
-    assert all(not one.label.startswith("L:") for one in pieces if one.kind != "L")
-    assert pair_svg(found, run, "a pair").count("<title>L:") == len(marked)
-    assert {kind for _, pieces in pair_text(found, run) for _, kind in pieces} == {"F", "B", "L", ""}
-
-
-def test_a_picture_without_ends_does_not_speak_of_them() -> None:
-    found = map(simulated, ("braid:w", "wavelet"))
-    with_ends, without = (pair_svg(one, paired_run(one), "a pair") for one in found)  # type: ignore[arg-type]
-    assert "pale with L: what the layer or the block before has left" in with_ends
-    assert "pale" not in without
 
 
 def simulated(schedule: str, tp: int = 2) -> Simulation:
@@ -79,6 +45,12 @@ def test_every_pass_is_a_bar_of_the_pipeline(schedule: str) -> None:
     assert (first.half == "^") is (schedule == "braid:twins")
 
 
+def test_columns_are_as_full_as_intervals_fill_them() -> None:
+    disjoint = np.array([[0, 5], [10, 30], [35, 36]])
+    assert shares(disjoint, np.array([0.0, 10, 20, 30, 40])).tolist() == pytest.approx([0.5, 1, 1, 0.1])
+    assert shares(disjoint[:0], np.array([0.0, 10, 20])).tolist() == [0, 0]
+
+
 def test_the_pipeline_has_an_axis_of_time_and_shows_communication() -> None:
     """Marks lie where their times do; strips are as full as links are."""
     found = simulated("megatron")
@@ -95,12 +67,6 @@ def test_the_pipeline_has_an_axis_of_time_and_shows_communication() -> None:
         assert sum(length(own[colour]) for own in strips) / len(strips) / 1e9 == pytest.approx(
             wanted, rel=1e-3
         )
-
-
-def test_columns_are_as_full_as_intervals_fill_them() -> None:
-    disjoint = np.array([[0, 5], [10, 30], [35, 36]])
-    assert shares(disjoint, np.array([0.0, 10, 20, 30, 40])).tolist() == pytest.approx([0.5, 1, 1, 0.1])
-    assert shares(disjoint[:0], np.array([0.0, 10, 20])).tolist() == [0, 0]
 
 
 PICTURE = Path(__file__).parents[2] / "docs" / "images" / "paired-block.svg"

@@ -1,23 +1,14 @@
-"""What paired blocks leave to the next one: any end of a backward pass, run once, after what it needs."""
+"""What paired blocks leave to the next one: ends of backward passes, where they help."""
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
-
-import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from braid.scheduling.generate.lower import Choices
-from braid.scheduling.model.operators import Graph
 from braid.scheduling.plan.decide import modelled
 from braid.scheduling.plan.orders import CostedSetting, decisions
 from braid.scheduling.schedule.operations import Start
-from braid.scheduling.schedule.order import Issue, Order, parse_orders, write_orders
-from braid.scheduling.schedule.text import parse, parse_sides, write
+from braid.scheduling.schedule.order import Issue, Order, parse_orders
+from braid.scheduling.schedule.text import parse_sides
 from tests.scheduling.plans import SMALL, cluster, fastest, lowered, setting
-from tests.scheduling.test_lowering_programs import given_values, orders
 
 LAYERS = 2
 RUN = f"embedding+{LAYERS}*layer+head"
@@ -35,80 +26,11 @@ def bench(
 
 
 BENCH = bench()
-PART = BENCH.parts[RUN]
-
-
-@cache
-def choices() -> Choices:
-    """What is decided first, of which tests change the pairing: the last pass takes up nothing."""
-    return decisions(BENCH)[0][0]
-
-
-def with_pairing(steps: Sequence[str], **more: Sequence[str]) -> Choices:
-    """These decisions with an order of two units; with ``2:`` in it, it leaves an end."""
-    written = write_orders(choices().orders)
-    orders = {sides: order for sides, order in written.items() if not sides.startswith(PAIR)}
-    leaves = any(step.startswith("2:") for step in steps)
-    return Choices(orders=parse_orders({**orders, f"{PAIR}|L:{RUN}" if leaves else PAIR: steps, **more}))
 
 
 def late_of(order: Order, turn: int = 2) -> list[str]:
     """The operators of an order that belong to the end of an earlier pass."""
     return [step.operator for step in order if isinstance(step, Issue) and step.turn == turn]
-
-
-def in_any_order(draw: st.DrawFn, graph: Graph) -> list[str]:
-    """The operators of a graph in an order that respects their data."""
-    return [name for _, name in draw(orders({0: graph}, {0: given_values(PART, graph)}))]
-
-
-@st.composite
-def decided(draw: st.DrawFn) -> tuple[str, ...]:
-    """Any order of both passes that leaves any operators to the end, with all that needs them."""
-    forward, backward = in_any_order(draw, PART.forward), in_any_order(draw, PART.backward)
-    late = set(draw(st.lists(st.sampled_from(backward), max_size=4)))
-    for name in backward:  # each stands after what it needs
-        reads = set(PART.backward.named(name).reads)
-        if any(reads & set(PART.backward.named(other).writes) for other in late):
-            late.add(name)
-    strands = [
-        [f"0:{name}" for name in forward],
-        [f"1:{name}" for name in backward if name not in late],
-        [f"2:{name}" for name in backward if name in late],
-    ]
-    turns = draw(st.permutations([n for n, strand in enumerate(strands) for _ in strand]))
-    return tuple(strands[turn].pop(0) for turn in turns)
-
-
-@st.composite
-def ended(draw: st.DrawFn) -> Choices:
-    """The same, and any order of the last backward pass with what the one before has left to it."""
-    steps = draw(decided())
-    there, order = [step.removeprefix("2:") for step in steps if step.startswith("2:")], list[str]()
-    for name in in_any_order(draw, PART.backward):
-        while name in there or (there and draw(st.booleans())):
-            order.append(f"1:{there.pop(0)}")
-        order.append(f"0:{name}")
-    order += [f"1:{name}" for name in there]
-    return with_pairing(steps, **{ENDING: tuple(order)})
-
-
-@given(decided().map(with_pairing) | ended())
-@settings(max_examples=24, deadline=None)
-def test_what_is_left_runs_once_and_after_what_it_needs(drawn: Choices) -> None:
-    """Validation says so; the simulation has it all, in the order of micro-batches."""
-    outcome = lowered(BENCH, drawn)
-    assert parse(write(outcome.code.schedule)) == outcome.code.schedule
-    starts: dict[tuple[int, str], list[int]] = defaultdict(list)
-    backward = {(op.place - 1, op.own_name) for op in PART.backward.operators}
-    for span in sorted(outcome.simulation.spans(), key=lambda one: one.micro_batch):
-        if (span.layer, span.operator) in backward and span.micro_batch >= 0:
-            starts[span.layer, span.operator].append(span.start_ns)
-    assert starts.keys() == backward
-    assert all(len(own) == MICRO_BATCHES and own == sorted(own) for own in starts.values())
-
-
-# -- decisions -----------------------------------------------------------------------------------------------
 
 
 def starts(one: Choices) -> set[str]:
@@ -138,9 +60,6 @@ def test_ends_of_backward_passes_are_tried_and_taken_where_they_help() -> None:
     assert times[-1].hidden_fraction > times[1].hidden_fraction
     assert taken_up(tried[-1]) >= starts(far) > taken_up(far) == set()
     assert fastest(many).choices == tried[-1]
-    quick = bench(micro_batches=3, rate=3e10)
-    found = [lowered(quick, one).step_ns for one, _ in decisions(quick)]
-    assert fastest(quick).step_ns == min(found)
 
 
 def test_nothing_is_left_without_a_block_that_takes_it_up() -> None:
@@ -159,33 +78,6 @@ def test_a_pass_that_gives_its_gradient_on_keeps_its_end() -> None:
                 assert all(op.name.endswith(".wgrad") for op in late)
                 seen.add(unit)
     assert seen
-
-
-# -- what is refused -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda order: [*order, "1:qkv"], "1:qkv is no operator of the unit"),
-        (lambda order: [n for n in order if n != order[0]], "{0} of B2.0 never runs"),
-        (lambda order: [*order[1:], order[0]], "gradients are added up in the order of micro-batches"),
-        (lambda order: [*order, f"1:{PART.backward.operators[0].name}"], "runs twice ({1} has run)"),
-        (lambda order: [*order, order[0]], "{2} stands twice"),
-    ],
-)
-def test_an_end_that_does_not_fit_is_refused(change: Callable[[list[str]], list[str]], message: str) -> None:
-    forward, backward = PART.forward.operators, [op.name for op in PART.backward.operators]
-    late = [name for name in backward if name.endswith(".wgrad")][-2:]
-    steps = (
-        *(f"0:{op.name}" for op in forward),
-        *(f"{2 if name in late else 1}:{name}" for name in backward),
-    )
-    order = [*(f"1:{name}" for name in late), *(f"0:{name}" for name in backward)]
-    assert lowered(BENCH, with_pairing(steps, **{ENDING: tuple(order)}))
-    with pytest.raises(ValueError) as error:
-        lowered(BENCH, with_pairing(steps, **{ENDING: tuple(change(order))}))
-    assert message.format(late[0], backward[0], order[0]) in str(error.value)
 
 
 def test_what_a_pass_has_run_is_not_left_too() -> None:

@@ -6,9 +6,7 @@ from functools import cache
 
 import pytest
 
-from braid.scheduling.cost.engine import RankRun
-from braid.scheduling.cost.simulate import Simulation
-from braid.scheduling.generate.named import PIPELINES, ScheduleName
+from braid.scheduling.generate.named import ScheduleName
 from braid.scheduling.model.presets.library import load_cluster, model_preset
 from braid.scheduling.plan.decide import EQUAL, best_of, modelled, replay, simulate_setting, within
 from braid.scheduling.plan.explain import explain
@@ -16,7 +14,6 @@ from braid.scheduling.plan.layout_candidates import Search, candidates
 from braid.scheduling.plan.layouts import LEAST, DoesNotFitError, plan_layout, plan_of
 from braid.scheduling.plan.plan import Plan, parse_plan
 from braid.scheduling.plan.space import COARSE, PART_BY_PART, variants, with_schedule
-from braid.scheduling.schedule.order import parse_orders, write_orders
 from tests.scheduling.plans import SMALL, cluster, setting
 
 
@@ -27,7 +24,7 @@ def made(schedule: str = "braid") -> Plan:
     return plan_of(simulate_setting(setting(schedule, tp=4, pp=2, micro_batches=8), spec), spec)
 
 
-@pytest.mark.parametrize("schedule", ["megatron", "intra_batch", "oases", "dhelix", "braid", "braid:v"])
+@pytest.mark.parametrize("schedule", ["intra_batch", "dhelix", "braid"])
 def test_a_plan_round_trips_and_replays(schedule: str) -> None:
     plan = made(schedule)
     named = ScheduleName.parse(schedule)
@@ -45,15 +42,10 @@ def test_a_plan_round_trips_and_replays(schedule: str) -> None:
         (r"braid_plan: 6", "braid_plan: 5\npieces: 2", r"braid_plan=5 is not version 6; make the plan anew"),
         (r"schedule: braid", "schedule: brad", r"schedule='brad' is not known; did you mean 'braid'"),
         (r"tp: 4", "tp: 0", r"parallel.tp=0 must be at least 1"),
-        (r"tp: 4", "tp: four", r"plan.yaml.setting.layout.tp='four' must be a whole number"),
         (r"    tp: 4\n", "", None),
-        (r"dtype: bf16", "dtype: fp8", r"dtype='fp8' must be one of bf16, fp32, fp64"),
         (r"recompute: none", "recompute: some", r"'some' is not a recompute policy; use one of none"),
         (r"placement: folded", "placement: linear", r"set it to 'folded'"),
         (r"    layers: 8", "    layers: 2", r"model.layers=2 cannot fill 4 chunks"),
-        (r"method: order", "method: magic", r"must be one of turns, .*, barriers, order"),
-        (r"zero: 0", "zero: 4", r"parallel.zero=4 must be one of 0, 1"),
-        (r"step_seconds: [0-9.e-]+", "step_seconds: .nan", r"step_seconds=nan must be a finite number"),
         (r"pipeline: \w+", "pipeline: 1f1b", r"pipeline='1f1b' must be one of w, twins, eager_w, v"),
         (r"hop: \d", "hop: 9", r"hop=9, slots of a message in pipeline"),
         (
@@ -77,35 +69,6 @@ def test_an_edited_plan_is_refused_with_key_and_remedy(pattern: str, text: str, 
     assert str(error.value).startswith("plan.yaml")
 
 
-def paired_order(plan: Plan) -> tuple[str, tuple[str, ...]]:
-    """What the order of two layers is for, and its steps, as text."""
-    written = write_orders(plan.choices.orders)
-    ((sides, steps),) = [(k, v) for k, v in written.items() if k.startswith("F:layer|B:layer")]
-    return sides, tuple(steps)
-
-
-def replayed(plan: Plan, sides: str, steps: tuple[str, ...]) -> None:
-    """Replay the plan with another order."""
-    choices = replace(plan.choices, orders={**plan.choices.orders, **parse_orders({sides: steps})})
-    replay(plan.setting, choices, cluster(nodes=2, gpus=4))
-
-
-def test_an_edited_pairing_is_refused() -> None:
-    """So is one that reads too early, or for what there is not."""
-    plan = made("braid:w")
-    sides, steps = paired_order(plan)
-    replayed(plan, sides, steps)
-    edited = tuple("0:projection" if step == "0:qkv" else step for step in steps)
-    with pytest.raises(ValueError, match="0:projection stands twice"):
-        replayed(plan, sides if sides.endswith("|L:layer") else f"{sides}|L:layer", edited)
-    early = ("0:qkv", *(step for step in steps if step != "0:qkv"))
-    with pytest.raises(ValueError, match="qkv needs attention_gather, which is not done yet"):
-        replayed(plan, sides, early)
-    for name in ("F:layer|B:nothing", "F:layer|X:layer", "layer|layer", ""):
-        with pytest.raises(ValueError, match=r"is no part of this|does not say what the program"):
-            replayed(plan, name, steps)
-
-
 @pytest.mark.slow
 def test_the_search_takes_the_best_of_what_it_simulates() -> None:
     spec = cluster(nodes=2, gpus=4, inter=2e9)
@@ -124,7 +87,7 @@ def test_the_search_takes_the_best_of_what_it_simulates() -> None:
     # Candidates that fit, simulated: the search looks at a part of them and must not miss by much.
     fitting = [c for c in candidates(search, spec) if c.bytes <= spec.usable_bytes]
     steps = []
-    for candidate in fitting[:: max(1, len(fitting) // 40)]:
+    for candidate in fitting[:: max(1, len(fitting) // 15)]:
         outcome = simulate_setting(candidate.setting, spec, space=COARSE)
         if outcome.numbers.peak_bytes <= spec.usable_bytes:
             steps.append(outcome.numbers.step_seconds)
@@ -133,37 +96,19 @@ def test_the_search_takes_the_best_of_what_it_simulates() -> None:
 
 @pytest.mark.parametrize(
     ("model", "name", "nodes", "batch"),
-    [("llama-3.1-8b", "h100", 1, 64), ("mixtral-8x7b", "a800", 8, 256), ("phi-3.5-moe", "a40", 8, 256)],
+    [("llama-3.1-8b", "h100", 1, 64), ("mixtral-8x7b", "a800", 8, 256)],
 )
 def test_no_step_is_quicker_than_its_estimate_allows(model: str, name: str, nodes: int, batch: int) -> None:
     """What the estimate says cannot win is not simulated."""
     spec, shape = load_cluster(name, nodes), model_preset(model)
     found = sorted(candidates(Search(model=shape, global_batch=batch), spec), key=lambda one: one.step_ns)
     fitting = [one for one in found if one.bytes <= spec.usable_bytes]
-    for candidate in fitting[:12:3]:
+    for candidate in fitting[:12:6]:
         outcome = simulate_setting(candidate.setting, spec, space=COARSE)
         assert LEAST < outcome.step_ns / candidate.step_ns < 1.4
 
 
-def test_what_does_not_fit_is_not_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = cluster(nodes=2, gpus=4)
-    settings = [setting("braid", tp=4, pp=2, micro_batches=8), setting("zbv", tp=4, pp=2, micro_batches=8)]
-    memory = {each.schedule: best_of([each], modelled(spec), within(0)).missing_bytes for each in settings}
-    assert len(set(memory.values())) == 2
-    leanest = min(memory, key=memory.__getitem__)
-    simulated = []
-
-    def ranks(simulation: Simulation) -> tuple[RankRun, ...]:
-        simulated.append(simulation.code.schedule.name)
-        return run(simulation)
-
-    run = Simulation.ranks.func
-    monkeypatch.setattr(Simulation, "ranks", property(ranks))
-    assert best_of(settings, modelled(spec), within(memory[leanest])).setting.schedule == leanest
-    assert set(simulated) <= {leanest}
-
-
-@pytest.mark.parametrize("share", [0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
+@pytest.mark.parametrize("share", [0.2, 0.6])
 def test_what_is_left_out_for_its_memory_would_not_have_been_taken(share: float) -> None:
     spec = cluster(nodes=2, gpus=4, inter=2e9)
     tried = list(variants(setting("braid:eager_w", tp=2, pp=4, micro_batches=16), PART_BY_PART))
@@ -180,6 +125,8 @@ def test_what_is_fixed_stays() -> None:
     found = plan_layout(Search(model=SMALL, global_batch=32, **fixed), cluster(nodes=2, gpus=4)).setting
     assert (found.layout.tp, found.workload.micro_batch) == (2, 2)
     assert (found.recompute, found.schedule) == ("fine", "megatron")
+    slots = replace(setting("braid", tp=4, pp=2, micro_batches=8), pipeline="eager_w", hop=3)
+    assert [*variants(slots, PART_BY_PART)] == [slots]
 
 
 def test_a_job_that_fits_nowhere_says_what_is_missing_and_what_would_do() -> None:
@@ -198,7 +145,7 @@ def test_a_job_that_fits_nowhere_says_what_is_missing_and_what_would_do() -> Non
         simulate_setting(setting(tp=4, pp=2), cluster(gpus=4))
 
 
-@pytest.mark.parametrize("schedule", ["megatron", "braid:eager_w", "intra_batch"])
+@pytest.mark.parametrize("schedule", ["braid:eager_w", "intra_batch"])
 def test_explain_says_what_would_help(schedule: str) -> None:
     """Of plans in which hops and chunks are decided, too: they are decided anew."""
     plan = made(schedule)
@@ -211,27 +158,3 @@ def test_explain_says_what_would_help(schedule: str) -> None:
     assert [a.speedup for a in explanation.what_if] == sorted(
         (a.speedup for a in explanation.what_if), reverse=True
     )
-
-
-def test_more_hops_than_decided_are_not_tried() -> None:
-    """A number of slots is one of its pipeline's: others of the same schedule have none, or others."""
-    spec = cluster(nodes=2, gpus=4)
-    every = setting("braid", tp=4, pp=2, micro_batches=8)
-    of_one = {("eager_w", hop) for hop in PIPELINES["eager_w"].hops}
-    found = {(one.pipeline, one.hop) for one in variants(every, PART_BY_PART)}
-    assert found == {("w", 0), *of_one, ("v", 0)}
-    own = replace(every, pipeline="eager_w")
-    assert {(one.pipeline, one.hop) for one in variants(own, PART_BY_PART)} == of_one
-    fixed = replace(own, hop=3)
-    assert [*variants(fixed, PART_BY_PART)] == [fixed]
-    outcome = simulate_setting(fixed, spec)
-    assert (outcome.setting.pipeline, outcome.setting.hop) == ("eager_w", 3)
-    assert simulate_setting(own, spec).step_ns <= outcome.step_ns
-
-
-def test_a_moe_model_is_planned_with_experts_over_ranks() -> None:
-    model = replace(SMALL, family="moe", ffn=1408, experts=8, top_k=2)
-    spec = cluster(nodes=2, gpus=4)
-    plan = plan_layout(Search(model=model, global_batch=32, fixed={"ep": 4}), spec)
-    assert plan.setting.layout.ep == 4
-    assert plan.setting.layout.dp % 4 == 0

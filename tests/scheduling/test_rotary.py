@@ -51,12 +51,9 @@ def test_factors_of_their_own_are_those_of_transformers() -> None:
     ("changes", "says"),
     [
         ({"factor": 0.0}, "factor=0.0 must be greater than zero"),
-        ({"low_frequency_factor": -1.0}, "low_frequency_factor=-1.0 must be greater than zero"),
         ({"high_frequency_factor": 1.0}, "high_frequency_factor=1.0 must be greater than low_"),
-        ({"magnitude": 0.0}, "magnitude=0.0 must be greater than zero"),
         ({"factors": (1.0, -1.0)}, "factors=[1.0, -1.0] must be greater than zero"),
         ({"factors": (1.0,), "original_sequence": None}, "factors need original_sequence"),
-        ({"original_sequence": 0}, "original_sequence=0 must be greater than zero"),
     ],
 )
 def test_scaling_that_cannot_be(changes: dict[str, Any], says: str) -> None:

@@ -1,7 +1,6 @@
 """The text form of schedules: what it looks like, that it round-trips, and what the parser refuses."""
 
 import re
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -35,13 +34,8 @@ from braid.scheduling.schedule.schedule import (
     Sides,
 )
 from braid.scheduling.schedule.text import (
-    COLUMNS,
     parse,
-    parse_instruction,
-    parse_operation,
-    parse_step,
     write,
-    write_step,
 )
 from tests.scheduling.cases import valid_schedules
 from tests.scheduling.partition_cases import PARTITIONS
@@ -138,28 +132,11 @@ program B:layer
 
 
 @given(SCHEDULES)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_any_schedule_round_trips(schedule: Schedule) -> None:
     text = write(schedule)
     assert parse(text) == schedule
     assert write(parse(text)) == text
-
-
-@given(st.one_of(INSTRUCTIONS))
-def test_every_instruction_round_trips(instruction: Instruction) -> None:
-    assert parse_instruction(str(instruction)) == instruction
-
-
-@given(st.integers(1, 4), WORDS, st.data())
-def test_every_step_of_an_order_round_trips(count: int, operator: str, data: st.DataObject) -> None:
-    turn = data.draw(st.integers(0, count - 1))
-    text = write_step(turn, operator, several=count > 1)
-    assert parse_step(text, count) == (turn, operator)
-    assert text == (operator if count == 1 else f"{turn}:{operator}")
-
-
-def test_where_there_is_one_pass_a_number_is_part_of_a_name() -> None:
-    assert parse_operation("compute 0:norm", 1) == Compute("0:norm")
 
 
 @given(valid_schedules(), st.data())
@@ -172,20 +149,6 @@ def test_comments_and_white_space_do_not_matter(case: tuple[Schedule, object], d
         comment = data.draw(st.sampled_from(["", "  # F9.9 program x", "\t#"]))
         lines.append(f"{gap}{indent}{line.strip()}{comment}")
     assert parse("\r\n".join(lines)) == schedule
-
-
-# -- layout ------------------------------------------------------------------------------------------------
-
-
-@given(st.lists(INSTRUCTIONS, max_size=40))
-@settings(deadline=None)
-def test_lines_never_hold_two_blocks_and_stay_short(instructions: list[Instruction]) -> None:
-    """But for a block that is itself too long for a line."""
-    schedule = replace(parse(SMALL), stages=(tuple(instructions),), programs={})
-    for line in write(schedule).splitlines():
-        tokens = re.findall(r"\[[^]]*\]|\S+", line)
-        assert len(line) <= COLUMNS or len(tokens) == 1
-        assert sum(bool(re.fullmatch(r"[FBIWL]\d+\.\d+b?|\[.*\]", token)) for token in tokens) <= 1
 
 
 # -- what is refused, with a line that says where and why -------------------------------------------------
@@ -206,20 +169,18 @@ NO_STAGE = "names no stage (SEND(F3.2>1), RECV(F3.2<0))"
 NO_AXIS = "names no chunk and axis (REDUCE(1 dp), REDUCE(norm tp))"
 NO_TRANSFER = "waits for no transfer (WAIT(SEND F3.2>1), WAIT(REDUCE 1 dp), ...)"
 NO_INSTRUCTIONS = """
-F0.3junk 0F3 F03.1 F3.01 F3 F3. F.1 f3.1 F3.1B F3.1bb F-1.0 F+1.0 F1_0.0 F٣.0 X3.1 []x NORMS norm STEPS step
-compute barrier prefetch SEND(F3.1>1)x [F3.1|B2.1 GATHER(norm) PREFETCH(1)
+F0.3junk 0F3 F03.1 F3.01 F3 F.1 f3.1 F3.1B F3.1bb F-1.0 F1_0.0 F٣.0 X3.1 []x NORMS norm compute prefetch
+SEND(F3.1>1)x [F3.1|B2.1 GATHER(norm) PREFETCH(1)
 """
 BEHIND = (
     "behind the passes stand gathers of parameters and then sums of gradients "
     "([B3.1|GATHER(1 dp)|REDUCE(1 dp)])"
 )
 MISPLACED = """
-[REDUCE(0 dp)|B2.0] [REDUCE(0 dp)|REDUCE(0 tp)] [GATHER(0 dp)|B2.0] [B2.0|REDUCE(norm tp)]
-[B2.0|GATHER(norm dp)] [B2.0|REDUCE(0 dp)|GATHER(0 dp)] [B2.0|GATHER(0 dp)|B3.0|REDUCE(0 dp)]
-[B2.0|REDUCE(0 dp)|WAIT(GATHER 0 dp)] [B2.0|REDUCE(0 dp)|B3.0] [B2.0|REDUCE(0)] [B2.0|GATHER(0)]
-[B2.0|GATHER(00 dp)] [B2.0|GATHER(0 DP)]
+[REDUCE(0 dp)|B2.0] [GATHER(0 dp)|B2.0] [B2.0|REDUCE(norm tp)] [B2.0|REDUCE(0 dp)|GATHER(0 dp)]
+[B2.0|REDUCE(0 dp)|WAIT(GATHER 0 dp)] [B2.0|REDUCE(0 dp)|B3.0] [B2.0|REDUCE(0)] [B2.0|GATHER(0 DP)]
 """
-NO_TRANSFERS = ("GATHER 1 dp", "PREFETCH", "F0.1", "STEP", "SEND(F0.1>1)", "SENDF0.1>1")
+NO_TRANSFERS = ("GATHER 1 dp", "F0.1", "SENDF0.1>1")
 
 
 @pytest.mark.parametrize(
@@ -228,29 +189,15 @@ NO_TRANSFERS = ("GATHER 1 dp", "PREFETCH", "F0.1", "STEP", "SEND(F0.1>1)", "SEND
         *[(token, f"{token!r} {NO_INSTRUCTION}") for token in NO_INSTRUCTIONS.split()],
         ("F0.1WAIT(SEND F0.1>1)", f"'F0.1WAIT(SEND F0.1>1)' {NO_INSTRUCTION}"),
         *((block, f"{block!r}: {BEHIND}") for block in re.findall(r"\[.*?\]", MISPLACED)),
-        *(
-            (f"[{one}]", f"'[{one}]' holds one pass; write it without brackets")
-            for one in ("F3.1", "REDUCE(0 dp)", "GATHER(0 dp)")
-        ),
+        ("[F3.1]", "'[F3.1]' holds one pass; write it without brackets"),
         ("[B2.0|WAIT(REDUCE 0 dp)]", f"'WAIT(REDUCE 0 dp)' {NO_PASS}"),
-        ("[WAIT(GATHER 0 dp)|B2.0]", f"'WAIT(GATHER 0 dp)' {NO_PASS}"),
-        ("[F3.1|B2.1|X1.1]", f"'X1.1' {NO_PASS}"),
         ("[F3.1|B2.1|]", f"'' {NO_PASS}"),
         ("[F3.1,B2.1]", f"'F3.1,B2.1' {NO_PASS}"),
-        *[
-            (token, f"{token!r} {NO_STAGE}")
-            for token in ("SEND(F3.1)", "SEND(F3.1<1)", "RECV(F3.1>1)", "SEND(F3.1>-1)", "SEND(F3.1>01)")
-        ],
+        *[(token, f"{token!r} {NO_STAGE}") for token in ("SEND(F3.1)", "RECV(F3.1>1)", "SEND(F3.1>01)")],
         ("SEND(F3.1>1", f"'SEND(F3.1>1 SEND(F0.1>1)' {NO_STAGE}"),
         ("SEND(3.1>1)", f"'3.1' {NO_PASS}"),
-        *[
-            (f"REDUCE({what})", f"'REDUCE({what})' {NO_AXIS}")
-            for what in ("", "1", "1.0 dp", "01 dp", "1 DP", "dp 1")
-        ],
+        *[(f"REDUCE({what})", f"'REDUCE({what})' {NO_AXIS}") for what in ("", "1", "01 dp", "1 DP")],
         *[(f"WAIT({what})", f"'WAIT({what})' {NO_TRANSFER}") for what in NO_TRANSFERS],
-        ("WAIT(SEND F0.1)", f"'WAIT(SEND F0.1)' {NO_STAGE}"),
-        ("WAIT(SEND F0.1>1)F0.1", f"'WAIT(SEND F0.1>1)F0.1' {NO_INSTRUCTION}"),
-        ("WAIT(REDUCE 0)", f"'WAIT(REDUCE 0)' {NO_AXIS}"),
     ],
 )
 def test_tokens_that_are_no_instruction(token: str, cause: str) -> None:
@@ -265,21 +212,20 @@ def test_tokens_that_are_no_instruction(token: str, cause: str) -> None:
         ("chunks 2", "chunks ٢", "line 4: expected 'chunks' and a number, found 'chunks ٢'"),
         ("micro_batches 1", "micro_batches 1 2", "line 5: expected 'micro_batches' and a number, found"),
         ("unit 0", "unit 0\nkeep 2\nprefetch 2", "line 8: expected 'stage 0', found 'prefetch 2'"),
-        *[
-            ("unit 0", f"unit 0\n{line}", f"line 7: expected '{word}' and a number above 0, found '{line}'")
-            for word in ("prefetch", "keep")
-            for line in (word, *(f"{word} {number}" for number in ("0", "x", "02", "-2", "2 2")))
-        ],
+        ("unit 0", "unit 0\nkeep 0", "line 7: expected 'keep' and a number above 0, found 'keep 0'"),
         ("unit 0", "fused 4", "line 6: expected 'unit' and a number, found 'fused 4'"),
         ("unit 0", "unit 0\nunit 0", "line 7: expected 'stage 0', found 'unit 0'"),
         ("stages 2", "stages 1", "line 3: the header says 1 stages, 2 follow"),
         ("stage 0\n", "", "line 8: expected 'stage 0', found 'F0.0 SEND(F0.1>1)'"),
         ("stage 1", "stage 2", "line 19: expected 'stage 1', found 'stage 2'"),
-        ("stage 1", "stage", "line 19: expected 'stage 1', found 'stage'"),
-        ("stage 1", "stage 1 STEP", "line 19: expected 'stage 1', found 'stage 1 STEP'"),
         ("program B:layer", "program F:layer", "line 28: program F:layer stands twice"),
+        (
+            "program B:layer",
+            "program f:layer",
+            "line 28: 'f:layer' does not say what the program is for (F:l",
+        ),
+        ("program B:layer", "program F:|B:x", "line 28: 'F:|B:x' does not say what the program is for (F"),
         ("program B:layer", "program", "line 28: expected 'program' and what it is for, found 'program'"),
-        ("program B:layer", "program layer B", "line 28: expected 'program' and what it is for, found"),
         ("program F:layer", "program F:layer|B:layer", "line 24: 'norm': operators of 2 passes are written"),
         ("compute norm\n", "barrier\n", "line 24: 'barrier' is not an operation"),
         ("program B:layer", "stage 2", "line 28: 'stage 2' after a program; stages come first"),
@@ -298,21 +244,11 @@ PROGRAMS = SMALL.index("program F:layer")
 
 
 @pytest.mark.parametrize(
-    "sides", ["layer|F:layer", "F:layer|", "|F:layer", "F:|B:layer", "f:layer", "F|layer", "F"]
-)
-def test_what_is_nothing_that_a_program_is_for(sides: str) -> None:
-    message = refused(SMALL[:PROGRAMS] + f"program {sides}\n")
-    assert message == (
-        f"schedule, line 23: {sides!r} does not say what the program is for (F:layer, F:layer|B:layer, ...)"
-    )
-
-
-@pytest.mark.parametrize(
     ("lines", "number", "cause"),
     [
         *[
             (["compute 0:norm", f"compute {name}"], 25, f"{name!r}: operators of 3 passes are written 0:NAME")
-            for name in ("norm", "3:norm", "-1:norm", "01:norm", "1:")
+            for name in ("norm", "3:norm", "01:norm")
         ],
         (["barrier now"], 24, "'barrier now' is not an operation"),
         (["", "program F:layer|B:layer|L:layer"], 25, "program F:layer|B:layer|L:layer stands twice"),

@@ -73,10 +73,3 @@ def test_passes_wait_for_each_other_within_passes() -> None:
         assert len({step[1].place for step in stretch}) == 1
     assert None not in ordered(three_layers("full"), "F", across=False)
     assert None not in ordered(three_layers("none"), "B", across=False)
-
-
-@POLICIES
-def test_without_recomputation_there_is_no_pass_to_cross(policy: str) -> None:
-    layer = three_layers(policy)
-    same = ordered(layer, "B", across=False) == ordered(layer, "B", across=True)
-    assert same == (policy == "none")

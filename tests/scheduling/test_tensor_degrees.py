@@ -140,11 +140,3 @@ def small_problem() -> DegreeProblem:
 )
 def test_the_equations_by_hand(degrees: tuple[int, int], expected: int) -> None:
     assert strategy_cost(small_problem(), fully_recomputed(degrees)) == expected
-
-
-def test_memory_counts_all_layers_and_the_largest_buffers() -> None:
-    problem = small_problem()
-    assert strategy_memory_bytes(problem, fully_recomputed((1, 1))) == (2 + 1) * MEMORY_UNIT_BYTES
-    one_four = fully_recomputed((1, 4))
-    assert strategy_memory_bytes(problem, one_four[::-1]) == strategy_memory_bytes(problem, one_four)
-    assert strategy_memory_bytes(problem, one_four) == (2 + 4) * MEMORY_UNIT_BYTES

@@ -6,12 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.scheduling.cost.analytic import axis_streams
-from braid.scheduling.mesh.cluster import Stream, group_of, node_mesh
+from braid.scheduling.mesh.cluster import Stream
 from braid.scheduling.mesh.layout import ParallelLayout
-from braid.scheduling.mesh.mesh import MeshShape, place_in, sub_groups
+from braid.scheduling.mesh.mesh import MeshShape
 from braid.scheduling.mesh.partition import Factor
 from braid.scheduling.mesh.topology import Topology
-from tests.scheduling.partition_cases import SIZES
 
 FACTORS = ("pp", "dp", "tp")
 
@@ -40,13 +39,6 @@ def test_an_axis_goes_between_nodes_where_two_of_its_neighbours_do(topology: Top
         assert bool(topology.warnings()) == bool(topology.spread("tp"))
 
 
-@given(topologies())
-def test_without_hosts_all_ranks_are_on_one(topology: Topology) -> None:
-    alone = Topology(topology.mesh)
-    assert set(alone.streams().values()) <= {Stream.INTRA}
-    assert alone.warnings() == []
-
-
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.sampled_from([1, 2, 4, 8]))
 def test_ranks_that_fill_nodes_in_order_lie_where_the_planner_takes_them_to(
     tp: int, dp: int, pp: int, per_node: int
@@ -57,38 +49,6 @@ def test_ranks_that_fill_nodes_in_order_lie_where_the_planner_takes_them_to(
     found = Topology(layout.mesh, hosts).streams().get("tp", Stream.INTRA)
     # A tensor-parallel degree that does not divide a node's GPUs has some groups inside, some over two nodes.
     assert found is planned or per_node % tp
-
-
-# -- nodes x ranks of each -----------------------------------------------------------------------------------
-
-
-@given(SIZES)
-def test_ranks_along_a_dim_differ_in_its_place_alone(mesh: tuple[int, ...]) -> None:
-    """Groups along a dim are those ranks, in the order of their places; the last dim runs fastest."""
-    places = list(product(*map(range, mesh)))
-    assert [place_in(mesh, rank) for rank in range(len(places))] == places
-    for dim, size in enumerate(mesh):
-        groups = sub_groups(mesh, dim)
-        assert sorted(rank for group in groups for rank in group) == list(range(len(places)))
-        for group in groups:
-            assert [places[rank][dim] for rank in group] == list(range(size))
-            assert len({(*places[rank][:dim], *places[rank][dim + 1 :]) for rank in group}) == 1
-
-
-@given(st.integers(1, 4), st.integers(1, 8), st.integers(1, 3), st.sampled_from([1, 2, 4, 8]))
-def test_groups_over_nodes_are_meshes_where_the_planner_takes_them_to_be(
-    tp: int, dp: int, pp: int, per_node: int
-) -> None:
-    """With ranks that fill nodes in order, and every group the same."""
-    layout = ParallelLayout(tp=tp, dp=dp, pp=pp)
-    if per_node % tp or layout.ranks % per_node:
-        return
-    topology = Topology(layout.mesh, [f"node {rank // per_node}" for rank in range(layout.ranks)])
-    for axis, stride in (("tp", 1), ("dp", tp)):
-        found = topology.node_mesh(axis)
-        wanted = node_mesh(group_of(stride, layout.degree(axis), per_node))
-        if found is not None or layout.degree(axis) % (per_node // stride) == 0:
-            assert found == wanted
 
 
 @given(topologies())

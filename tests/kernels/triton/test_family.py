@@ -5,16 +5,14 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from braid.kernels.family import TORCH, OperatorFamily, candidates, names, operator_family
 from braid.kernels.operators.attention import BACKENDS
 from braid.kernels.operators.operator import ComputeOperator
 from braid.kernels.triton import launch
-from tests.kernels.cases import CASES, check, prepare
-from tests.kernels.triton.cases import DEVICE, fresh, seeds
-from tests.kernels.triton.cases import normal as strided
+from tests.kernels.cases import CASES, DEVICE, check, normal, prepare
 
 TRITON = operator_family("triton", DEVICE, torch.float32)
 COUNTERPARTS = {getattr(TORCH, field.name): getattr(TRITON, field.name) for field in fields(OperatorFamily)}
@@ -35,18 +33,19 @@ def counterpart(operator: ComputeOperator) -> ComputeOperator:
 
 @pytest.mark.parametrize("make", WITH_TWINS, ids=lambda make: make.__name__)
 @given(
-    seed=seeds,
+    seed=st.integers(0, 2**32 - 1),
     tokens=st.sampled_from([0, 1, 9, 40, 70]),
     width=st.sampled_from([1, 5, 16, 17, 130, 1100]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-@fresh
+@settings(max_examples=6, deadline=None)  # the interpreter is slow
 def test_twins_do_what_the_operators_do(make, seed, tokens, width, dtype):
     """Outputs, input gradients, and weight gradients added twice, against float64 autograd; of inputs whose
     rows lie apart, too."""
     torch.manual_seed(seed)
     case = make(tokens, width, dtype)
-    inputs = [strided(*x.shape, dtype=dtype) for x in case.inputs]
+    gap = int(torch.randint(3, ()))
+    inputs = [normal(len(x), x.shape[1] + gap, dtype=dtype)[:, : x.shape[1]] for x in case.inputs]
     counterpart(case.operator)
     check(replace(case, inputs=inputs), dtype)
 
