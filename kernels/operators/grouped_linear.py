@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import grouped_mm
 
-from braid.kernels.operators.accumulation import accumulate_product, prepare_to_accumulate
+from braid.kernels.operators.accumulation import accumulate_product
 from braid.kernels.operators.operator import ComputeOperator, Home
 
 
@@ -29,7 +29,6 @@ class GroupedLinear(ComputeOperator):
         super().__init__()
         self.experts = experts
         self.weight = nn.Parameter(torch.empty(experts, outputs, inputs, **home))
-        prepare_to_accumulate(self.weight)
         self._told: tuple[list[int], Tensor] | None = None
         """The sizes of the last call, and the index at which each expert's rows end, both on the host."""
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from braid.kernels.operators.accumulation import accumulate_product, accumulate_sum, prepare_to_accumulate
+from braid.kernels.operators.accumulation import accumulate_product, accumulate_sum
 from braid.kernels.operators.dropout import dropped
 from braid.kernels.operators.operator import ComputeOperator, Home
 
@@ -28,7 +28,6 @@ class Linear(ComputeOperator):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs, **home))
         self.bias = nn.Parameter(torch.empty(outputs, **home)) if bias else None
-        prepare_to_accumulate(self.weight)
 
     def forward(self, x_TI: Tensor, *, inputs: slice = ALL, outputs: slice = ALL) -> tuple[Tensor]:
         """Return y_TO. ``inputs``: range of input features whose columns x has, so that y is a term of a sum;

@@ -2,9 +2,9 @@
 groups.
 
 The parts of the model run as in training, forward and backward, in the order of their graphs, so that caches
-have the same contents as in training. At the same time as an operator runs a spare transfer, or another
-computation, or nothing; this is drawn anew for every operator and round, so that varying load affects all of
-them equally. All ranks draw the same numbers.
+have the same contents as in training. At the same time as an operator runs a spare transfer, which is drawn
+anew for every operator and round, so that varying load affects all of them equally; or nothing. All ranks
+draw the same numbers.
 
 Alone, operators run as in the serial schedule, without further barriers: the time of a collective then
 includes waiting for other ranks. When something else runs as well, ranks begin every operator together.
@@ -17,7 +17,6 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import cycle, product
 from statistics import median
 from typing import Any
@@ -26,12 +25,11 @@ import torch
 from torch import Tensor
 
 from braid.actors.stage.measure.link_times import LinkTimes
-from braid.actors.stage.measure.products import Products
 from braid.actors.stage.model.model import PartInstance, StageModel
 from braid.actors.stage.model.routing import RepeatedRouting
 from braid.actors.stage.rank.devices import hardware
 from braid.actors.stage.rank.groups import Mesh
-from braid.actors.stage.rank.messages import COMPUTE, Samples, Together
+from braid.actors.stage.rank.messages import Samples, Together
 from braid.actors.stage.run.bindings import collective_of, method_of
 from braid.actors.stage.run.regions import Rows
 from braid.actors.stage.run.streams import Streams, Transfer
@@ -50,6 +48,11 @@ _ROOM = 1.5
 """An operator begins this many times its own duration before a transfer's end, at the latest, so that it ends
 first.
 """
+
+_WARMING = 2048
+"""Rows and columns of the matrices whose products warm up a device."""
+_WARM_NS = 300_000_000
+"""Nanoseconds that an idle device takes to raise its clock rate."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,6 @@ class Profiler:
         self._random = random.Random(self.seed)
         context = self.model.context
         self._generator = torch.Generator(context.device).manual_seed(self.seed)
-        self._products = Products(self.streams, context.device, context.dtype)
         # Instances take turns: parameters of an instance that ran just before would still be in the caches.
         held = self.model.of_every_kind(self.seed)
         self._instances = {name: cycle(instances) for name, instances in held.items()}
@@ -107,7 +109,7 @@ class Profiler:
     @torch.no_grad()
     def run(self, rounds: int, square: Callable[[], object], update: Callable[[], object]) -> Samples:
         """Measure ``rounds`` times: each operator alone, and each together with other work."""
-        self._products.warm_clock()
+        self._warm_clock()
         for turn in range(-1, rounds):
             self._ways = WAYS[turn % len(WAYS)]
             for name, instances in self._instances.items():
@@ -185,28 +187,26 @@ class Profiler:
                     self._solo[key].append(ns)
                 continue
             call, arguments = method_of(operator, instance), [values[name] for name in operator.reads]
-            if beside:
-                known = self._spares.items()
-                own = (name for name, spare in known if is_layer(spare.part) or spare.part == part.name)
-                links = self._links.names if is_layer(part.name) else []
-                choice = self._random.choice([*sorted(own), COMPUTE, *links])
+            transfers = self._transfers_for(part) if beside else []
+            if transfers:
                 self._links.meet()
+                results = self._beside_transfer(call, arguments, key, self._random.choice(transfers), counts)
             else:
-                choice = None
                 self.streams.lead()
-            if choice is None:
                 begin = self.streams.mark()
                 results = call(*arguments)
                 if counts and not beside:
                     self._solo[key].append(self._between(begin, self.streams.mark()))
                     if key in self._in_pieces:
                         self._one_piece(call, *arguments, *results, key=key)
-            elif choice == COMPUTE:
-                results = self._beside_compute(call, arguments, key, counts)
-            else:
-                results = self._beside_transfer(call, arguments, key, choice, counts)
             if operator.writes:
                 values.update(zip(operator.writes, self._routing.of(operator, results), strict=True))
+
+    def _transfers_for(self, part: Part) -> list[str]:
+        """Return the names of the transfers that all stages which measure a part can start beside it."""
+        known = self._spares.items()
+        own = (name for name, spare in known if is_layer(spare.part) or spare.part == part.name)
+        return [*sorted(own), *(self._links.names if is_layer(part.name) else [])]
 
     def _one_piece(self, call: Callable[..., Any], x: Tensor, whole: Tensor, *, key: str) -> None:
         """Time a matrix product on one piece of its rows, as `intra_batch` cuts them, with the current number
@@ -321,31 +321,6 @@ class Profiler:
                 links[streams[spare.operator.axis]].append(name)
         return list(product(links[Stream.INTRA], links[Stream.INTER]))
 
-    def _beside_compute(self, call: Callable[..., Any], arguments: list[Any], key: str, counts: bool) -> Any:
-        """Run an operator together with products that take about as long, in another thread or stream; this
-        is not expected to save time.
-        """
-        one_ns = self._time(partial(self._products.multiply, 1))
-        times = max(1, round(median(self._solo.get(key, [one_ns])) / one_ns))
-        other_ns = self._time(partial(self._products.multiply, times))
-        if self.streams.asynchronous:
-            self._links.meet()
-        begin = self.streams.mark()
-        end_other = self._products.aside(times)
-        results = call(*arguments)
-        ended = self.streams.mark()
-        end_other()
-        both_ended = self.streams.mark()
-        if counts:
-            self._together[key, COMPUTE].append(
-                Together(
-                    operator_ns=self._between(begin, ended),
-                    other_ns=other_ns,
-                    both_ns=self._between(begin, both_ended),
-                )
-            )
-        return results
-
     # -- helpers -------------------------------------------------------------------------------------------
 
     def _copies(self, rounds: int) -> list[float]:
@@ -357,6 +332,16 @@ class Profiler:
         x = torch.zeros(shape, device=context.device, dtype=context.dtype)
         y = torch.empty_like(x)
         return [self._time(lambda: y[:, 0].copy_(x[:, 1])) / (x.nbytes / 2) for _ in range(rounds)]
+
+    def _warm_clock(self) -> None:
+        """Raise the clock rate of a device that was idle; at a low rate compute would seem to take longer."""
+        if not self.streams.asynchronous:
+            return
+        factor = torch.randn(_WARMING, _WARMING, device=self.model.context.device)
+        product, begin = torch.empty_like(factor), self.streams.mark()
+        while self._between(begin, self.streams.mark()) < _WARM_NS:
+            for _ in range(100):
+                torch.mm(factor, factor, out=product)
 
     def _time(self, what: Callable[[], object]) -> int:
         self.streams.lead()

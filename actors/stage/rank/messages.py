@@ -179,10 +179,6 @@ class StepResult:
     """Statistics of the routers; None for models without experts."""
 
 
-COMPUTE: Final = "compute"
-"""Name, in measurements, of a second computation that runs at the same time as an operator."""
-
-
 MESSAGE: Final = "pp/message"
 """Name, in measurements, of messages between neighbouring stages that run at the same time as an operator."""
 SUM: Final = "dp/sum"
@@ -195,16 +191,15 @@ OUTSIDE: Final = ("/message", "/sum")
 
 @dataclass(frozen=True, kw_only=True)
 class Together:
-    """One measurement, in nanoseconds, of an operator that runs at the same time as another operator or
-    transfer.
-    """
+    """One measurement, in nanoseconds, of an operator or transfer that runs at the same time as another
+    transfer."""
 
     operator_ns: int
     other_ns: int
     both_ns: int
     """Time from the beginning of the first to the end of the last."""
     delay_ns: int = 0
-    """Time from the beginning of the other operator or transfer to the beginning of the operator."""
+    """Time from the beginning of the other transfer to the beginning of the operator."""
 
     @property
     def overlap_ns(self) -> int:
@@ -218,7 +213,7 @@ class Samples:
 
     solo_ns: Mapping[str, list[int]]
     together: Mapping[tuple[str, str], list[Together]]
-    """Measurements by operator and companion: the class of a spare transfer, or `COMPUTE`."""
+    """Measurements by operator and the class of the spare transfer that ran beside it."""
     spares: Mapping[str, list[int]]
     """Times of spare transfers (run for measurement only) alone, by class."""
     handling: Mapping[str, list[tuple[int, int]]]
