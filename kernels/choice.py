@@ -30,9 +30,7 @@ Gather = Callable[[Any], Sequence[Any]]
 """Collective function that returns the values of all ranks, in rank order."""
 
 FORMAT: Final = 2
-"""Number of the file format, part of every question: raise it when implementations change what they
-compute.
-"""
+"""Version of files and questions: raise it when implementations compute something else."""
 NEEDED_GAIN: Final = 0.02
 """Share of PyTorch's time that another implementation must save to replace it: clocks are not exact."""
 
@@ -107,9 +105,7 @@ def choose(
 
 
 def quickest(measured: Sequence[Measured | None]) -> str:
-    """Return the implementation to use, given one operator's measurements by some ranks (None by the
-    others).
-    """
+    """Return the implementation to use, given the measurements of some ranks (else None)."""
     tables = [table for table in measured if table is not None]
     slowest: dict[str, int] = {}
     for name in tables[0]:
@@ -127,9 +123,7 @@ def quickest(measured: Sequence[Measured | None]) -> str:
 
 
 def choices_folder(environment: Mapping[str, str]) -> Path:
-    """Return the folder of stored choices: ``kernels`` in ``$BRAID_CACHE``, by default in
-    ``~/.cache/braid``.
-    """
+    """Return ``kernels`` in ``$BRAID_CACHE``, by default in ``~/.cache/braid``."""
     folder = environment.get("BRAID_CACHE")
     return Path(folder or Path(environment.get("HOME", "/"), ".cache", "braid")) / "kernels"
 
@@ -149,9 +143,7 @@ class KeptChoices:
         return self._used.get(question.digest)
 
     def read(self, question: Question) -> dict[str, str] | None:
-        """Return the choice stored in the folder; None if there is no file. An invalid file is ignored with a
-        warning.
-        """
+        """Return the folder's choice; None if there is none. A damaged file is ignored, with a warning."""
         try:
             content = json.loads(self.file(question).read_text(encoding="utf-8"))
             choice = content["kernels"]
@@ -166,9 +158,7 @@ class KeptChoices:
         return None
 
     def write(self, question: Question, choice: Mapping[str, str]) -> None:
-        """Store a choice, unless the folder has a valid one. If the file cannot be written, give a
-        warning.
-        """
+        """Store a choice unless the folder has one; if that fails, give a warning."""
         self._used[question.digest] = dict(choice)
         if self.read(question) is not None:
             return

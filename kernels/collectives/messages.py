@@ -25,9 +25,7 @@ class MessageLine(Line):
 
     group: dist.ProcessGroup
     upward: dist.ProcessGroup | None = None
-    """Process group for messages to ranks that are later in the group; None: ``group`` is used for both
-    directions.
-    """
+    """Process group for messages to later ranks; None: that of both directions, ``group``."""
 
     @property
     def rank(self) -> int:

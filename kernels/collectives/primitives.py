@@ -22,9 +22,7 @@ class Work(Protocol):
     """Communication in progress."""
 
     def wait(self) -> object:
-        """Wait for the end, on a GPU with the current stream only; raise `RuntimeError` if the work
-        failed.
-        """
+        """Wait for the end, on a GPU on the current stream; raise `RuntimeError` if it failed."""
 
 
 @dataclass(frozen=True)
@@ -46,16 +44,12 @@ def started(work: dist.Work | None) -> dist.Work:
 
 @dataclass(frozen=True)
 class Launch:
-    """A transfer that is ready to be issued. It holds the tensors that it reads: keep it until the work is
-    done.
-    """
+    """A transfer to be issued; it holds the tensors that it reads until the work is done."""
 
     result: Tensor
     issue: Callable[[], Work]
     finish: Callable[[], object] | None = None
-    """Function to call once the work is done, before the result may be read; None if there is nothing to
-    do.
-    """
+    """What to do once the work is done, before the result is read; None: nothing."""
     sends: int = 0
     """Number of bytes that this rank sends, if the issuing thread has to write them (CPU)."""
 
@@ -74,9 +68,7 @@ class Extents:
 
 
 def gathered(x: Tensor, ranks: int, shares: Sequence[int] | None = None) -> Tensor:
-    """Return empty memory for the gathered tensors of all ranks, each like x; ``shares``: tokens of each
-    rank.
-    """
+    """Return memory for all ranks' tensors like x; ``shares``: tokens of each rank."""
     tokens = x.shape[0] * ranks if shares is None else sum(shares)
     return torch.empty((tokens, *x.shape[1:]), dtype=x.dtype, device=x.device)
 
@@ -167,9 +159,7 @@ class Line(Channel):
         """Send x to rank ``to`` and receive y from rank ``source``."""
 
     def all_to_all(self, x: Tensor, extents: Extents) -> Launch:
-        """Send every rank its tokens, which are in rank order in x; received tokens are in rank order,
-        too.
-        """
+        """Send every rank its tokens; x and the received tokens are in rank order."""
         x = x.contiguous()
         y = x.new_empty(sum(extents.receives), *x.shape[1:])
         outgoing, incoming = x.split(extents.sends), y.split(extents.receives)
@@ -181,9 +171,7 @@ class Line(Channel):
         return self._traded(x, peer, peer)
 
     def shift(self, x: Tensor, by: int) -> Launch:
-        """Send x to the rank ``by`` positions further on, cyclically; receive from the rank ``by`` positions
-        before.
-        """
+        """Send x to the rank ``by`` positions further on, cyclically; receive from the other side."""
         return self._traded(x, (self.rank + by) % self.size, (self.rank - by) % self.size)
 
     def _traded(self, x: Tensor, to: int, source: int) -> Launch:

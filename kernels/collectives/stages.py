@@ -33,9 +33,7 @@ def gather_stage(line: Line, x: Tensor, outer: int, into: Tensor | None = None) 
 
 
 def scatter_stage(line: Line, x: Tensor, outer: int, into: Tensor | None = None) -> Launch:
-    """Sum (outer x ranks x t, ...) over the ranks and scatter to (outer x t, ...), in new memory or
-    ``into``.
-    """
+    """Sum over the ranks and scatter (outer x ranks x t, ...) to (outer x t, ...) or ``into``."""
     if outer > 1:
         rows = x.shape[0] // (outer * line.size)
         x = x.reshape(outer, line.size, rows, *x.shape[1:]).transpose(0, 1).reshape(x.shape)
@@ -43,8 +41,6 @@ def scatter_stage(line: Line, x: Tensor, outer: int, into: Tensor | None = None)
 
 
 def whole_shares(x: Tensor, ranks: int) -> Tensor:
-    """Return x (1-dim), or, if its length is no multiple of ``ranks``, a copy padded with zeros at the
-    end.
-    """
+    """Return x (1-dim), if ``ranks`` do not divide its length a copy with zeros at the end."""
     missing = -x.numel() % ranks
     return torch.cat([x, x.new_zeros(missing)]) if missing else x

@@ -25,9 +25,7 @@ def accumulate_product(total_OI: Tensor, dy_TO: Tensor, x_TI: Tensor) -> None:
 
 
 def accumulate_sum(total_O: Tensor, dy_TO: Tensor) -> None:
-    """Add the sum of dy over the T tokens to a sum of gradients, without a temporary if both dtypes are
-    equal.
-    """
+    """Add the sum of dy over the tokens, without a temporary if both dtypes are equal."""
     if total_O.dtype == dy_TO.dtype:
         total_O.addmv_(dy_TO.t(), dy_TO.new_ones(dy_TO.shape[0]))
     else:

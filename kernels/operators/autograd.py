@@ -24,9 +24,7 @@ class AutogradGraph(Saved):
         ]
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors that the graph keeps alive, for accounts of memory; the query to autograd is
-        slow.
-        """
+        """Yield the tensors that the graph keeps alive; the query to autograd is slow."""
         yield from self.inputs
         for edge in self._edges:
             if edge is not None:

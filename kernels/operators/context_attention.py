@@ -45,9 +45,7 @@ class SplitHeads(_ContextHeads):
     _own_tables: tuple[Tensor, Tensor] | None = None
 
     def forward(self, qkv: Tensor, documents: Documents | None = None) -> tuple[Tensor, Tensor]:
-        """Map qkv (T x (Q + 2K)) to q_TQ, the rotated queries, and kv_T2K, the rotated keys and the
-        values.
-        """
+        """Map qkv (T x (Q + 2K)) to q_TQ, rotated, and kv_T2K, of which keys are rotated."""
         q, k, v = self._parts(qkv)
         q_TQ = qkv.new_empty(qkv.shape[0], self.heads * self.head_dim)
         kv_T2K = qkv.new_empty(qkv.shape[0], 2 * self.kv_heads * self.head_dim)
@@ -75,9 +73,7 @@ class SplitHeads(_ContextHeads):
         return self._q_k_v(self._split(qkv, self.heads + 2 * self.kv_heads), dim=2)
 
     def _turning(self, like: Tensor, documents: Documents | None) -> tuple[Tensor, Tensor] | None:
-        """Return cos and sin by position: s x 1 x d/2 if equal for all samples, or b x s x 1 x d/2. None: no
-        rotation.
-        """
+        """Return cos and sin, s x 1 x d/2 or b x s x 1 x d/2; None: no rotation."""
         if self.rotary_base is None:
             return None
         cos, sin = self._tables(like)
@@ -148,9 +144,7 @@ class GatheredAttention(_ContextAttention):
     def _pieces(
         self, by_rank: Tensor, ordered: Tensor, samples: int, documents: Documents | None
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield two views of every piece: in the tensor ordered by rank, and in the tensor in the sample's
-        order.
-        """
+        """Yield every piece as two views: where ranks are in order, and in the sample's order."""
         ranks, each = len(self.order.pieces), len(self.order.pieces[0])
         by_rank_rbpl = by_rank.view(ranks, samples, each, self.order.length, -1)
         ordered_bpl = ordered.view(samples, ranks * each, self.order.length, -1)

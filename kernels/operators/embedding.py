@@ -41,9 +41,7 @@ class VocabularyEmbedding(ComputeOperator):
         self.weight = nn.Parameter(torch.empty(rows, hidden, **home))
 
     def forward(self, tokens_T: Tensor) -> tuple[Tensor]:
-        """Return partial_TD for int64 tokens; raise ValueError for a token outside the vocabulary (CPU
-        only).
-        """
+        """Return partial_TD; raise ValueError for a token outside the vocabulary (CPU only)."""
         row_T, outside_T = self.shard.locate(tokens_T)
         partial_TD = F.embedding(row_T, self.weight)
         return (partial_TD if outside_T is None else partial_TD.masked_fill_(outside_T.unsqueeze(-1), 0),)

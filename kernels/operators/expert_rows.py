@@ -11,9 +11,7 @@ from braid.kernels.operators.operator import ComputeOperator
 
 
 class ExpertLoad(ComputeOperator):
-    """Divides counts of visits by all visits of a micro-batch; the shares of the micro-batch's ranks are then
-    summed.
-    """
+    """Divides counts of visits by all visits of a micro-batch, for a sum over its ranks."""
 
     def __init__(self, visits: int, dtype: torch.dtype) -> None:
         """``visits``: number of visits of the micro-batch on all its ranks."""

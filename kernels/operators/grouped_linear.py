@@ -89,9 +89,7 @@ class GroupedLinear(ComputeOperator):
                 yield expert, slice(first, end)
 
     def _checked(self, x: Tensor, sizes: Sequence[int] | Tensor) -> list[int]:
-        """Return the sizes as numbers; raise ValueError unless there is one per expert and their sum is x's
-        rows.
-        """
+        """Return the sizes as numbers; raise ValueError unless they divide x's rows."""
         numbers = [int(size) for size in (sizes.tolist() if isinstance(sizes, Tensor) else sizes)]
         if len(numbers) != self.experts or min(numbers) < 0 or sum(numbers) != x.shape[0]:
             raise ValueError(f"sizes={numbers} are not the {x.shape[0]} rows of experts={self.experts}")

@@ -46,9 +46,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Ten
 def _backward(
     d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v; ``o`` and ``lse`` are over all keys that the queries attend to, not
-    only k.
-    """
+    """Return the gradients of q, k, v; ``o``, ``lse``: over all keys, not only k."""
     if q.device.type == "cpu":
         lse = lse.contiguous()
         d_q, d_k, d_v = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(

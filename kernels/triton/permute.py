@@ -62,9 +62,7 @@ def combine_kernel(
     WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum the rows of a token's choices. A dropped choice adds nothing, a choice whose slot is out of range
-    NaN.
-    """
+    """Sum the rows of a token's choices; a dropped one adds 0, one out of range NaN."""
     program = tl.program_id(0)
     token = (program // tiles_across).to(tl.int64)
     column = (program % tiles_across) * BLOCK + tl.arange(0, BLOCK)
@@ -110,9 +108,7 @@ def combine_weight_gradient_kernel(
 
 
 def _tiles(width: int) -> tuple[int, dict[str, int]]:
-    """Return the number of tiles that cover ``width`` columns, and the kernel arguments that describe a
-    tile.
-    """
+    """Return the number of tiles over ``width`` columns, and a tile's kernel arguments."""
     block = power_of_two(min(width, _COLUMNS), 16)
     return ceil_div(width, block), {"BLOCK": block, "num_warps": 4}
 

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from braid.actors.stage.data.mixture import open_splits
 from braid.actors.stage.data.sample_order import sample_ids
 from braid.actors.stage.data.token_files import DataIndex, TokenShard, TokenShards, read_index
 from braid.actors.stage.files.reading import UnreadableError
@@ -122,8 +123,8 @@ def test_windows_are_those_of_the_joined_shards(
 @pytest.mark.parametrize("sample", [-1, 8])
 def test_a_sample_outside_is_refused(tmp_path: Path, sample: int) -> None:
     write_data(tmp_path, counting(33))
-    with pytest.raises(IndexError, match=f"sample {sample} of 8"):
-        TokenShards.open(tmp_path, "train", 4).tokens_at(np.array([sample]))
+    with pytest.raises(IndexError, match=f"samples {sample} to {sample} of 8"):
+        open_splits(tmp_path, 4)[0].tokens_at(np.array([sample]))
 
 
 def test_bytes_are_those_of_the_tokens(tmp_path: Path) -> None:

@@ -43,9 +43,7 @@ def mixed(folder: Path, weights: list[float], lengths: list[int], held_out: int 
 
 
 def opened(folder: Path) -> Mixture:
-    found, _ = open_splits(folder, 1)
-    assert isinstance(found, Mixture)
-    return found
+    return open_splits(folder, 1)[0]
 
 
 @given(weights=Weights, total=st.integers(1, 2 * BLOCK))
@@ -142,14 +140,14 @@ def test_windows_come_from_the_right_set(tmp_path: Path) -> None:
     assert found.tokens_at(ids)[:, 0].tolist() == [20_003, 0, 10_000, 20_000, 0, 4]
     assert found.tokens_at(ids[:0]).shape == (0, 2)
     for wrong in (-1, 10):
-        with pytest.raises(IndexError, match="of 10 of a mixture"):
+        with pytest.raises(IndexError, match=r"of 10$"):
             found.tokens_at(np.array([0, wrong]))
 
 
 def test_validation_is_divided_by_weight(tmp_path: Path) -> None:
     folder = mixed(tmp_path, [2, 1, 1], [90, 90, 90], held_out=20)
     _, validation = open_splits(folder, 1, ["set0", "set2"])
-    assert isinstance(validation, Mixture)
+    assert validation is not None
     assert validation.names == ("set0", "set2")
     ids = validation.spread(12)
     assert validation.sets_of(ids).tolist() == [0] * 8 + [1] * 4
@@ -162,7 +160,7 @@ def test_validation_is_divided_by_weight(tmp_path: Path) -> None:
 def test_a_data_set_without_mixture_is_opened_as_before(tmp_path: Path) -> None:
     write_data(tmp_path, counting(30), counting(9))
     train, validation = open_splits(tmp_path, 4, [""])
-    assert isinstance(train, TokenShards)
+    assert train.names == ("",)
     assert train.fingerprint == read_index(tmp_path).fingerprint
     assert train.order(3, 5, 6).tolist() == sample_ids(3, 7, 5, 6).tolist()
     assert train.sets_of(np.arange(3)).tolist() == [0, 0, 0]

@@ -23,7 +23,7 @@ from braid.actors.stage.run.step_graph import StepGraph
 from braid.actors.stage.state import bucket
 from braid.actors.stage.state.bucket import Bucket, FlatMemory
 from braid.actors.stage.state.buckets import RankBuckets
-from braid.actors.stage.state.host_state import HostState
+from braid.actors.stage.state.copies import HostState
 from braid.actors.stage.state.optimizer import Optimizer, StepUpdate
 from braid.kernels.collectives.communicator import Communicator, Pairs
 from braid.kernels.collectives.primitives import Launch

@@ -19,7 +19,7 @@ from braid.actors.stage.rank.assembly import Assembly, assemble, join
 from braid.actors.stage.rank.membership import Membership
 from braid.actors.stage.rank.messages import RunPlan
 from braid.actors.stage.run.micro_batch import MicroBatch
-from braid.actors.stage.state.host_state import HostState, take
+from braid.actors.stage.state.copies import HostState, take
 from braid.scheduling.generate.lower import Choices, training_schedule
 from braid.scheduling.generate.partitions import with_partitions
 from braid.scheduling.mesh.layout import ParallelLayout

@@ -32,9 +32,7 @@ def sample_ids_at(seed: int, samples: int, positions_N: np.ndarray) -> np.ndarra
 
 
 def samples_digest(ids: np.ndarray) -> int:
-    """Return a number that identifies a multiset of samples; digests of parts add up to the union's, modulo
-    2^64.
-    """
+    """Return a number of a multiset of samples; numbers of parts add up to the whole's, modulo 2^64."""
     mixed = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     mixed ^= mixed >> np.uint64(29)
     mixed *= np.uint64(0xBF58476D1CE4E5B9)

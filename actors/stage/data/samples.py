@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from braid.actors.config import Config
-from braid.actors.stage.data.mixture import TokenSource, open_splits
+from braid.actors.stage.data.mixture import Mixture, open_splits
 from braid.actors.stage.data.sample_order import samples_digest
 from braid.actors.stage.model.context import ModuleContext
 from braid.actors.stage.run.micro_batch import MicroBatch
@@ -112,9 +112,7 @@ class ReplicaSamples:
         return -(-len(self._validated) // (self._config.train.micro_batch * self._layout.sample_ranks))
 
     def of_validation(self) -> Batches:
-        """Return the micro-batches of a validation; samples that are repeated to fill micro-batches do not
-        count.
-        """
+        """Return the micro-batches of a validation; samples that only fill micro-batches do not count."""
         assert self._validation is not None
         ids, sets = self._filled()
         return self._batches(ids, self._tokens(self._validation, ids, (sets >= 0).astype(float)))
@@ -153,9 +151,7 @@ class ReplicaSamples:
         return [{} if batch is None else batch.documents for batch in self._batches(ids, own)]
 
     def facts(self) -> dict[str, Any]:
-        """Return the data's fingerprint, and the number of tokens that a validation predicts, also by set,
-        and of their text's bytes.
-        """
+        """Return the data's fingerprint, and the tokens and bytes of text that a validation predicts."""
         facts: dict[str, Any] = {"fingerprint": self._train.fingerprint}
         if self._validation is not None:
             ids, names = self._validated, self._validation.names
@@ -202,7 +198,7 @@ class ReplicaSamples:
         numbers_Mt = token_numbers(train.seed, places_MT.chunk(self._layout.tp, dim=1)[self._place.on("tp")])
         return numbers_Mt.pin_memory() if self._device.type == "cuda" else numbers_Mt
 
-    def _tokens(self, shards: TokenSource, ids: np.ndarray, weights_N: np.ndarray) -> _Own:
+    def _tokens(self, shards: Mixture, ids: np.ndarray, weights_N: np.ndarray) -> _Own:
         """Read this rank's tokens of the given samples, into pinned host memory if a GPU will copy them.
 
         ``weights_N``: the weight of the loss of each sample's targets that count.
@@ -234,7 +230,7 @@ class ReplicaSamples:
             return weights_N1.expand(own_Ns.shape).contiguous()
         return (weights_N1 * torch.from_numpy(masks_Ns)).gather(1, own_Ns)
 
-    def _orders(self, shards: TokenSource, ids: np.ndarray) -> list[TokenOrder]:
+    def _orders(self, shards: Mixture, ids: np.ndarray) -> list[TokenOrder]:
         """Return, for every sample, which tokens this rank has."""
         sequence, ranks = shards.sequence, self._layout.cp
         if not self._config.data.document_mask:
@@ -247,9 +243,7 @@ class ReplicaSamples:
         return orders
 
     def _batches(self, ids: np.ndarray, own: _Own, numbers: torch.Tensor | None = None) -> Batches:
-        """Split samples into micro-batches on the device. ``numbers``: of this rank's tokens, if there is
-        dropout.
-        """
+        """Split samples into micro-batches on the device. ``numbers``: of this rank's tokens, for dropout."""
         count = len(ids) // self._config.train.micro_batch
         numbers_M: Sequence[torch.Tensor | None] = [None] * count
         if numbers is not None:

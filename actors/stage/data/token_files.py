@@ -28,7 +28,6 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from braid.actors.stage.data.sample_order import sample_ids
 from braid.actors.stage.files.reading import UnreadableError, read_text
 
 INDEX_FILE = "index.json"
@@ -115,9 +114,7 @@ class DataIndex:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def samples(self, split: str, sequence: int) -> int:
-        """Return the number of samples of an epoch; the last tokens of a stream, which do not fill a window,
-        are left out.
-        """
+        """Return the samples of an epoch; a stream's last tokens, which fill no window, are left out."""
         tokens = self.tokens(split)
         return tokens // self.row_tokens if self.row_tokens else max(0, tokens - 1) // sequence
 
@@ -204,7 +201,6 @@ def _check_size(directory: Path, file: str, wanted: int) -> None:
 class TokenShards:
     """One split of a prepared data set, memory-mapped and cut into samples. Make it with `open`."""
 
-    directory: Path
     split: str
     sequence: int  # number of tokens that a sample predicts; its window is one token longer
     index: DataIndex
@@ -246,7 +242,6 @@ class TokenShards:
         rows = shards if index.row_tokens else ()
         counts = [np.fromfile(directory / shard.beside("counts"), ROW_COUNTS) for shard in rows]
         return cls(
-            directory=directory,
             split=split,
             sequence=sequence,
             index=index,
@@ -257,39 +252,8 @@ class TokenShards:
         )
 
     @property
-    def tokens(self) -> int:
-        return int(self.starts[-1])
-
-    @property
     def samples(self) -> int:
         return self.index.samples(self.split, self.sequence)
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of the tokens (`DataIndex.fingerprint`)."""
-        return self.index.fingerprint
-
-    @property
-    def end_of_document(self) -> int:
-        """Id of the token that ends a document."""
-        return self.index.end_of_document
-
-    def order(self, seed: int, start: int, count: int) -> np.ndarray:
-        """Return the samples at the global positions start ... start + count - 1: [count] int64."""
-        return sample_ids(seed, self.samples, start, count)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the sets that the samples come from: one set without a name."""
-        return ("",)
-
-    def sets_of(self, ids_N: np.ndarray) -> np.ndarray:
-        """Return the place in ``names`` of each sample's set: [N] -> [N] int64."""
-        return np.zeros(len(ids_N), np.int64)
-
-    def bytes_of(self, tokens: np.ndarray) -> int | None:
-        """Return the UTF-8 bytes of the text that tokens stand for; None if unknown."""
-        return self.index.bytes_of(tokens)
 
     def spread(self, most: int) -> np.ndarray:
         """Return ids of up to ``most`` different samples at equal distances over the split: [count] int64."""
@@ -297,15 +261,11 @@ class TokenShards:
         return np.arange(count, dtype=np.int64) * self.samples // count
 
     def tokens_at(self, sample_ids: np.ndarray) -> np.ndarray:
-        """Return the windows of samples: [N] integers -> [N, sequence + 1] int64. Raise IndexError if an id
-        is too large.
-        """
+        """Return the windows of samples: [N] integers -> [N, sequence + 1] int64."""
         return self._windows(self.arrays, sample_ids, np.int64)
 
     def masks_at(self, sample_ids: np.ndarray) -> np.ndarray | None:
-        """Return whether the losses of samples' targets count: [N] integers -> [N, sequence] bool; None: all
-        count.
-        """
+        """Return which targets' losses count: [N] integers -> [N, sequence] bool; None: all count."""
         if self.counts is None:
             return None
         return (self._windows(self.marks, sample_ids, np.uint8)[:, 1:] & COUNTS).astype(bool)
@@ -331,10 +291,8 @@ class TokenShards:
     def _windows(self, arrays: Sequence[np.ndarray], sample_ids: np.ndarray, dtype: Any) -> np.ndarray:
         """Read what ``arrays`` hold for the tokens of samples: [N] integers -> [N, sequence + 1]."""
         windows_NS = np.empty((len(sample_ids), self.sequence + 1), dtype=dtype)
-        samples, stride = self.samples, self.index.row_tokens or self.sequence
+        stride = self.index.row_tokens or self.sequence
         for window_S, sample in zip(windows_NS, sample_ids.tolist(), strict=True):
-            if not 0 <= sample < samples:
-                raise IndexError(f"sample {sample} of {samples} in {self.directory}, split {self.split!r}")
             self._read(arrays, sample * stride, window_S)
         return windows_NS
 

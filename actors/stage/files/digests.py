@@ -47,9 +47,7 @@ def damage(
 
 
 def damage_in_share(directory: Path, rank: int, ranks: int) -> str | None:
-    """Check one rank's share of the files in a checkpoint's manifest (as `damage`); shares have about equal
-    sizes.
-    """
+    """Check one rank's share of the files in a checkpoint's manifest (as `damage`)."""
     try:
         files = dict(json.loads(read_text(directory / MANIFEST))["files"])
     except (OSError, ValueError, KeyError, TypeError) as error:  # the controller has just read it

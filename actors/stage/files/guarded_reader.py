@@ -50,9 +50,7 @@ class RefusedError(ValueError):
 
 
 class FailedTogetherError(RuntimeError):
-    """Raised for a save or load that failed on some rank and that all ranks gave up; the ranks can
-    continue.
-    """
+    """Raised for a save or load that failed on some rank; all ranks gave it up, and can continue."""
 
 
 class GuardedReader(FileSystemReader):
@@ -105,9 +103,7 @@ class GuardedReader(FileSystemReader):
 
     @staticmethod
     def plain(error: CheckpointException) -> Exception:
-        """Convert PyTorch's error of a load or save, itself no `Exception`, to a `RefusedError` or
-        `FailedTogetherError`.
-        """
+        """Return a `RefusedError` or `FailedTogetherError` for PyTorch's error, itself no `Exception`."""
         causes = {rank: cause for rank, (cause, _) in error.failures.items()}
         refused = next((cause for cause in causes.values() if isinstance(cause, RefusedError)), None)
         told = "; ".join(f"rank {rank}: {cause}" for rank, cause in causes.items())

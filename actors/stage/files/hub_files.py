@@ -47,9 +47,7 @@ class StoredTensor:
     columns: int | None = None
     transposed: bool = False
     experts: int = 0
-    """Number of experts whose matrices each of the global parameters holds; 0 if the tensor belongs to no
-    experts.
-    """
+    """Experts whose matrices each of the global parameters holds; 0 if these belong to no experts."""
     expert: int | None = None
     """Number of the expert whose matrix is stored; None: those of all experts, experts x rows x columns."""
 
@@ -131,9 +129,7 @@ def _norm(shape: ModelShape, stored: str, ours: str) -> Iterator[StoredTensor]:
 
 
 def _experts(shape: ModelShape, stored: str, ours: str, stacked: bool) -> Iterator[StoredTensor]:
-    """Yield the stored tensors of a layer's router and experts; ``stored`` and ``ours`` are the layer's name
-    prefixes.
-    """
+    """Yield the tensors of a layer's router and experts; ``stored``, ``ours``: the layer's prefixes."""
     hidden, width, experts = shape.hidden, shape.expert_width, shape.experts
     matrices = {part: (f"{ours}.experts.{part}.weight", width, hidden) for part in ("gate", "up")}
     down = matrices["down"] = (f"{ours}.experts.down.weight", hidden, width)
@@ -193,9 +189,7 @@ class HubDirectory:
 
     @classmethod
     def open(cls, path: Path) -> "HubDirectory":
-        """Find the tensors. Raise `ValueError` for pickles, file names outside the directory, and missing
-        files or tensors.
-        """
+        """Find the tensors; raise `ValueError` for pickles, and for files or tensors that are missing."""
         if (path / SINGLE).is_file():
             return cls(path=path, places=dict.fromkeys(_header(path / SINGLE), path / SINGLE))
         if not (path / INDEX).is_file():
@@ -217,9 +211,7 @@ class HubDirectory:
         return cls(path=path, places=places)
 
     def stored_name(self, tensor: StoredTensor) -> str:
-        """Return a tensor's name in this directory: GPT-2 is also published without the prefix of its
-        names.
-        """
+        """Return a tensor's name in this directory: GPT-2 is also published without a prefix of names."""
         bare = tensor.name.removeprefix("transformer.")
         return bare if tensor.name not in self.places and bare in self.places else tensor.name
 
@@ -256,9 +248,7 @@ class HubDirectory:
 
 
 def check_initial(path: Path | None, shape: ModelShape) -> None:
-    """Check ``model.initial``, if it is given, before anything starts; raise `ValueError` if it does not
-    fit.
-    """
+    """Raise `ValueError` if ``model.initial`` is given and does not hold a model of this shape."""
     if path is not None:
         HubDirectory.open(path).check(shape)
 

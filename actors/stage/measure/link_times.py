@@ -67,9 +67,7 @@ class LinkTimes:
         return self._streams.start(self._mesh.stream(axis), launch, awaited_next=False, lane="data")
 
     def meet(self) -> None:
-        """Let all ranks of the tensor-parallel group, which are aligned after every collective, and all
-        replicas begin together.
-        """
+        """Let the ranks of the tensor-parallel group, and all replicas, begin together."""
         self._streams.lead()
         for axis in ("tp", "dp"):
             if axis in self._mesh.lines:
@@ -140,9 +138,7 @@ class LinkTimes:
         return self._between(begin, self._streams.mark())
 
     def _there_and_back(self, x: Tensor) -> int:
-        """Return half the time of a round trip between a stage and its neighbour; 0 for a last stage without
-        neighbour.
-        """
+        """Return half of a round trip's time between neighbouring stages; 0 for a stage without neighbour."""
         stage, stages = self._mesh.position["pp"], self._mesh.layout.pp
         other = stage ^ 1
         self._streams.lead()

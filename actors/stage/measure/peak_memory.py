@@ -10,9 +10,7 @@ from braid.actors.stage.rank.allocator import give_back_what_is_free
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _STEPS = 32
-"""Number of steps between returns of free heap memory to the kernel; memory returned takes time to allocate
-again.
-"""
+"""Steps between returns of free heap memory to the kernel, after which memory is slow to allocate."""
 _RESET_PEAK = "5"
 """Text that makes Linux reset the largest resident size (proc(5))."""
 

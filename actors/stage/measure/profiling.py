@@ -45,9 +45,7 @@ Values = dict[str, Any]
 """Values of a part, by name."""
 
 _ROOM = 1.5
-"""An operator begins this many times its own duration before a transfer's end, at the latest, so that it ends
-first.
-"""
+"""An operator begins so many of its durations before a transfer's end, at the latest, to end first."""
 
 _WARMING = 2048
 """Rows and columns of the matrices whose products warm up a device."""
@@ -209,9 +207,7 @@ class Profiler:
         return [*sorted(own), *(self._links.names if is_layer(part.name) else [])]
 
     def _one_piece(self, call: Callable[..., Any], x: Tensor, whole: Tensor, *, key: str) -> None:
-        """Time a matrix product on one piece of its rows, as `intra_batch` cuts them, with the current number
-        of pieces.
-        """
+        """Time a matrix product on one of `_ways` pieces of its rows, as `intra_batch` cuts them."""
         ways, ranks = self._ways, (self.mesh.layout.tp,)
         held = Region("tp", ranks, (DimRanks.ALL,))
         piece = replace(held, rows=(1, ways))
@@ -296,9 +292,7 @@ class Profiler:
         return self._start(spare.operator, spare.x, spare.extents, awaited_next=False)
 
     def _spares_alone(self, rounds: int) -> None:
-        """Time spare transfers alone, and transfers between nodes at the same time as transfers inside
-        nodes.
-        """
+        """Time spare transfers alone, and those between nodes beside those inside nodes."""
         self._random.seed(f"{self.seed} transfers")
         for _ in range(rounds):
             for name in self._links.drawn(self._random, list(self._spares)):
@@ -324,9 +318,7 @@ class Profiler:
     # -- helpers -------------------------------------------------------------------------------------------
 
     def _copies(self, rounds: int) -> list[float]:
-        """Return nanoseconds per byte to copy every other row of a tensor to every other row of another
-        tensor.
-        """
+        """Return nanoseconds per byte to copy every other row of one tensor to another tensor."""
         context = self.model.context
         shape = (context.sizes.local_tokens, 2, self.model.shape.hidden)
         x = torch.zeros(shape, device=context.device, dtype=context.dtype)

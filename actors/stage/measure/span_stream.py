@@ -19,9 +19,7 @@ class Sink(Protocol):
     """Receiver of batches."""
 
     def send(self, batch: bytes) -> bool:
-        """Take a batch; return False if the batch must be sent again later. Raise `OSError` if the receiver
-        is gone.
-        """
+        """Take a batch, or return False: send it again later. Raise `OSError` if nobody listens any more."""
 
     def close(self, timeout_s: float) -> None:
         """End the stream: wait until everything sent has arrived, at most ``timeout_s`` seconds."""

@@ -30,9 +30,7 @@ from braid.scheduling.model.sizes import PartSizes
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleContext:
-    """Everything that building a module depends on: sizes, the rank's place in the mesh, device, dtype,
-    kernels.
-    """
+    """What building a module depends on: sizes, place in the mesh, device, dtype, kernels."""
 
     sizes: PartSizes
     place: Place
@@ -144,9 +142,7 @@ class ModuleContext:
         return INITIAL_DEVIATION / (2 * self.shape.layers) ** 0.5
 
     def residual(self, bias_name: str = "") -> OperatorModule:
-        """Build a residual addition, which also adds the bias named ``bias_name`` of the preceding
-        row-parallel weight.
-        """
+        """Build a residual addition; it adds the bias ``bias_name`` of the row-parallel weight before it."""
         hidden, bias = self.shape.hidden, bool(bias_name)
         slices = {"bias": whole(GlobalParameter(name=f"{bias_name}.bias", shape=(hidden,)))} if bias else {}
         module = Residual(hidden=hidden, bias=bias, dropout=self.shape.dropout, **self.home)

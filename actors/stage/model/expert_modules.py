@@ -18,9 +18,7 @@ from braid.kernels.operators.router import Router
 
 
 def expert_modules(context: ModuleContext, name: str) -> dict[str, OperatorModule]:
-    """Return router, permutations and matrices of a mixture of experts, by operator. ``name``: prefix of the
-    layer.
-    """
+    """Return the modules of a mixture of experts, by operator. ``name``: prefix of the layer."""
     shape, sizes, operators = context.shape, context.sizes, context.operators
     capacity = shape.capacity(sizes.local_tokens) if shape.capacity_factor else None
     rows = ExpertRows(

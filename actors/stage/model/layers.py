@@ -35,9 +35,7 @@ class LayerDefinition(Protocol):
     """A kind of layer; `docs/examples/parallel_layer.py` is an example of a user-defined kind."""
 
     def graph(self, g: LayerBuilder) -> str:
-        """Write the operators, beginning with ``g.input()``; return the name of the value that the layer
-        passes on.
-        """
+        """Write the operators, from ``g.input()`` on; return the name of the layer's output."""
 
     def modules(self, context: ModuleContext, index: int) -> dict[str, OperatorModule]:
         """Return the modules of layer ``index``, by name, for every operator that has a module."""

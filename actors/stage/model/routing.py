@@ -108,9 +108,7 @@ def _adding_losses(call: Callable[..., Any], module: Router, losses_2: Tensor) -
 
 
 class ChoicesMade(Routing):
-    """Stores which experts routers chose in the forward passes of a step, layer by layer in the order of
-    execution.
-    """
+    """Stores the routers' choices in a step's forward passes, in the order of execution."""
 
     def __init__(self, model: StageModel) -> None:
         super().__init__(model)
@@ -119,9 +117,7 @@ class ChoicesMade(Routing):
         self.wanted = exchanges_rows(model)
 
     def watched(self, op: Operator, instance: PartInstance, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a router's forward method that also stores the choice; for other operators return
-        ``call``.
-        """
+        """Return a router's forward method that stores the choice; for other operators ``call``."""
         if op.phase is not Phase.FORWARD or not isinstance(instance.modules.get(op.module), Router):
             return call
 

@@ -61,9 +61,7 @@ class ActorSink:
         self._under_way: list[Any] = []
 
     def send(self, batch: bytes) -> bool:
-        """Push a batch; return False if too many are on their way. Raise `OSError` once the collector is
-        gone.
-        """
+        """Push a batch; return False if too many are on their way, raise `OSError` if nobody takes any."""
         if len(self._under_way) >= _UNDER_WAY:
             done, self._under_way = ray.wait(self._under_way, num_returns=_UNDER_WAY, timeout=0)
             try:

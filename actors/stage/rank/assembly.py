@@ -33,6 +33,7 @@ from braid.scheduling.schedule.code import Code
 from braid.scheduling.schedule.schedule import Schedule
 from braid.scheduling.schedule.text import parse
 from braid.scheduling.schedule.validate import linked
+from braid.scheduling.trace.arrays import IntArray
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
@@ -58,24 +59,31 @@ class Assembly:
     """Runs the code of `Assembly.code`."""
 
     def bind(self, code: Code, **how: Any) -> Executor:
-        """Return an executor of the given code; ``how``: further keywords of `Executor`, for example an
-        observer.
-        """
+        """Return an executor of the given code; ``how``: further keywords of `Executor`."""
         return Executor(
             code=code, model=self.model, mesh=self.mesh, streams=self.streams, buckets=self.buckets, **how
         )
 
-    def update(self, step: int, intact: Callable[[], None] = lambda: None) -> StepUpdate:
-        """Return the update that ends optimizer step ``step`` (from 0). ``intact`` raises if communication
-        was broken off.
+    def told_along(self, axis: str, values: IntArray) -> IntArray:
+        """Gather 64-bit integers (n, ...) of every rank along an axis; return an array (ranks,
+        *values.shape).
+
+        All ranks along the axis call this with arrays of one shape. Errors of the collective are raised.
         """
+        own = torch.from_numpy(values).to(self.model.context.device)
+        stream, launch = self.mesh.stream(axis), self.mesh.shared(axis).all_gather(own)
+        transfer = self.streams.start(stream, launch, awaited_next=True)
+        self.streams.wait(transfer)
+        told: IntArray = transfer.take().view(-1, *values.shape).cpu().numpy()
+        return told
+
+    def update(self, step: int, intact: Callable[[], None] = lambda: None) -> StepUpdate:
+        """Return the update that ends step ``step`` (from 0). ``intact``: as for `StepUpdate`."""
         return StepUpdate(self.optimizer, step, intact)
 
 
 def join(plan: RunPlan, rank: int, hosts: Sequence[str], groups: Groups) -> Mesh:
-    """Make and connect the mesh of a run; all ranks call this together. ``hosts``: host of each rank; empty
-    if there is one host.
-    """
+    """Make and connect a run's mesh, all ranks together. ``hosts``: of each rank; empty for one host."""
     layout = plan.config.layout()
     mesh = build_mesh(
         layout,

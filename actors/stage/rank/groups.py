@@ -46,9 +46,7 @@ class Mesh:
     lines: dict[str, Line]
     channels: dict[MessageKind, Channel]
     ends: Line | None
-    """The line of the first and the last stage, if both hold the table that embedding and head share; None on
-    other ranks.
-    """
+    """The line of first and last stage where both hold the tied table; None on other ranks."""
     groups: "Groups | None" = None
     """The object that made the lines."""
 

@@ -1,6 +1,4 @@
-"""A rank's membership in the process groups of a generation: join them, break off at any moment, leave
-them.
-"""
+"""A rank's membership in a generation's process groups: join, break off at any moment, leave."""
 
 import threading
 from datetime import timedelta
@@ -46,9 +44,7 @@ class Membership:
         return int(self._store.port)
 
     def begin(self, cluster: ClusterConfig, rank: int, rendezvous: Rendezvous) -> None:
-        """Begin a generation: choose the rank's device, and observe which connections are opened from
-        now on.
-        """
+        """Begin a generation: choose the device, and watch which connections are opened from now on."""
         with self._lock:  # an abort of the previous generation has ended
             if self._generation == rendezvous.generation:  # the same generation again
                 self._broken_off = -1

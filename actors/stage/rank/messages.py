@@ -23,13 +23,9 @@ class Rendezvous:
     port: int
     generation: int
     hosts: tuple[str, ...] = ()
-    """Host of every rank, which tells transfers inside a node from transfers between nodes. Empty: there is
-    one host.
-    """
+    """Host of every rank, from which links inside and between nodes follow; empty: one host."""
     copies_shift: int = 0
-    """Copies of a rank's state go to the rank ``copies_shift`` positions further on; 0: no copies are
-    sent.
-    """
+    """Copies of a rank's state go to the rank so many positions further on; 0: to none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +70,7 @@ class Fault:
     """
     phase: FaultPhase
     place: float = 0.0
-    """Point of the phase at which the fault fires, in [0, 1): a fraction of the phase's blocks or
-    transfers.
-    """
+    """Share of the phase's blocks or transfers after which the fault fires, in [0, 1)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,9 +99,7 @@ class SerialStep:
         return 1 / (1 - shorter)
 
     def recovered(self, seconds: float) -> float | None:
-        """Return the share of the greatest possible gain that a measured step achieved; None if there is no
-        gain.
-        """
+        """Return the share of the possible gain that a measured step has; None if there is no gain."""
         best = self.seconds / self.limit_speedup
         return (self.seconds - seconds) / (self.seconds - best) if self.seconds > best else None
 
@@ -127,9 +119,7 @@ class RunPlan:
     streams: Mapping[str, Stream] = field(default_factory=dict)
     """Stream of each mesh axis in this profile."""
     files: Mapping[str, str | bytes] = field(default_factory=dict)
-    """Files on which decisions were based (``profile.json``, ...), to be written into the run directory, by
-    name.
-    """
+    """Files behind the decisions (``profile.json``, ...), for the run's directory, by name."""
     serial: SerialStep | None = None
     """The simulated step without any overlap; None without a profile."""
     faults: tuple[Fault, ...] = ()
@@ -143,9 +133,7 @@ class RoutingSums:
     layers: tuple[int, ...]
     """Indices in the model, from 0, of the L layers with experts on this rank."""
     visits: NDArray[np.int64]
-    """(L, experts): numbers of visits. A visit is a token with one of its choices, whether accepted or
-    dropped.
-    """
+    """(L, experts): visits, each a token with one of its choices, accepted or dropped."""
     dropped: NDArray[np.int64]
     """(L,): numbers of visits that were dropped for lack of capacity."""
     losses: NDArray[np.float64]
@@ -230,9 +218,7 @@ class Samples:
     optimizer_ns_per_parameter: list[float]
     copy_ns_per_byte: list[float] = field(default_factory=lambda: [0.0])
     expert_rows: list[int] = field(default_factory=list)
-    """Numbers of rows that this rank's experts computed, one for each pass; empty if all ranks have equally
-    many.
-    """
+    """Rows of this rank's experts, by pass; empty if all ranks have equally many."""
     experts_with: tuple[int, ...] = ()
     """The ranks that exchanged tokens in these passes: this rank's group along ep."""
     transfers_alone: bool = False

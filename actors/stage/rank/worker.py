@@ -39,7 +39,6 @@ from braid.actors.stage.rank.messages import (
     StepResult,
     Written,
 )
-from braid.actors.stage.rank.peers import Peers
 from braid.actors.stage.run.accelerator import accelerator_of
 from braid.actors.stage.run.executor import Executor
 from braid.actors.stage.state.checkpoint import Saves, held_slices, load_checkpoint, save_group, write_slices
@@ -126,8 +125,7 @@ class Worker(Logged, Rank):
         if initial is not None and frozen:  # checkpoints and copies hold what is trained
             load_initial(initial, plan.shape, ((shard.tensor, shard.slices) for shard in frozen))
         self._membership.graph = parts.executor.graph
-        exchange = Peers(mesh, parts.streams, device).told
-        parts.executor.ended = partial(parts.recorder.meet, self.rank, exchange)
+        parts.executor.ended = partial(parts.recorder.meet, self.rank, parts.told_along)
         if self._samples is not None and (count := self._samples.validation_micro_batches):
             validation = validation_schedule(plan.shape, layout, count, parts.parts)
             code = linked(validation, layout, parts.sizes.kinds, parts.parts)
@@ -229,9 +227,7 @@ class Worker(Logged, Rank):
         self._parts.buckets.zero()
 
     def stream_spans(self, target: Any, generation: int) -> None:
-        """Stream the spans of all further steps to a collector; ``target`` is the path of a Unix socket
-        here.
-        """
+        """Stream spans; ``target`` is the path of a Unix socket here."""
         if self._config.telemetry.spans:
             self._stream = SpanStream(self.rank, generation, self._span_sink(target))
 

@@ -44,9 +44,7 @@ class CapturedGraph(Protocol):
         """Issue all captured work to the current stream, in one call; it uses the memory of the capture."""
 
     def reset(self) -> None:
-        """Release the work and its references, for example to communicators; a running replay still
-        completes.
-        """
+        """Release the work and its references, such as communicators; a running replay completes."""
 
 
 class Accelerator(Protocol):
@@ -86,9 +84,7 @@ class Accelerator(Protocol):
 
 
 class CudaAccelerator:
-    """A GPU. It uses streams and events of `torch.cuda`: events in graphs measure time only between such
-    events.
-    """
+    """A GPU, with events of `torch.cuda`: in graphs, only these measure time between each other."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

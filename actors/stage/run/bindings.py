@@ -113,9 +113,7 @@ class Binder:
         return run
 
     def _compute_piece(self, operation: Compute, node: Node, frame: Frame, instance: PartInstance) -> Bound:
-        """Bind an operator on some rows or columns of its input; its result is copied into the whole
-        value.
-        """
+        """Bind an operator on some rows or columns; its result is copied into the whole value."""
         op, label = node.operator, self._label(node, instance)
         source, *so_far = operation.reads
         target = operation.writes[0]
@@ -194,9 +192,7 @@ class Binder:
     # -- pieces (`braid.scheduling.generate.partitions`) -----------------------------------------------------
 
     def _collective(self, op: Operator, frame: Frame, operation: Start) -> Callable[..., Launch]:
-        """Return the function that launches a collective on a value, or one stage of a collective on a
-        piece.
-        """
+        """Return the function that launches a collective, or one of its stages on a piece."""
         assert op.axis is not None
         line, whole = self._mesh.line(op.axis), collective_of(op.kind, op.phase)
         if op.piece is None:
@@ -222,9 +218,7 @@ class Binder:
         return launch
 
     def _rows(self, wanted: Region | None, read: Value, whole: DimRanks) -> Rows | None:
-        """Return the rows of a value that form a region; None if all. ``whole``: ranks whose rows a whole
-        value has.
-        """
+        """Return a region's rows of a value; None if all. ``whole``: whose rows a whole value has."""
         if wanted is None:
             return None
         held = read.region or Region(wanted.axis, wanted.mesh, (whole,) * len(wanted.mesh))
@@ -285,9 +279,7 @@ def _getter(reads: Sequence[int]) -> Callable[[Registers], tuple[Any, ...]]:
 
 
 def shapes_of(inputs: Iterable[Any], results: Iterable[Any]) -> str:
-    """Return the shapes of an operator's inputs and results as readable text: ``512x1024, 1024 ->
-    512x1024``.
-    """
+    """Return the shapes of an operator's inputs and results as text: ``512x1024, 1024 -> 512x1024``."""
 
     def listed(values: Iterable[Any]) -> str:
         shapes = (tuple(value.shape) for value in values if isinstance(value, Tensor))

@@ -83,9 +83,7 @@ class Executor:
         self.before: Callable[[int], None] | None = None
         """Function called before every instruction with its position; drills inject faults there."""
         self.ended: Callable[[], None] | None = None
-        """Function called when all transfers of a step have ended, before the first transfer of the next
-        step.
-        """
+        """Called when a step's transfers have ended, before the next step's first transfer."""
         self.transfers: Callable[[Reduce | Gather], None] | None = None
         """Function called before every sum of gradients and every gather; drills inject faults there."""
         self._buckets = buckets
@@ -96,9 +94,7 @@ class Executor:
         self._seen: list[int] = []  # micro-batch of each loss
         self._frames: dict[tuple[int, int], Registers] = {}
         self._constants: list[tuple[int, Registers, Mapping[str, tuple[int, ...]]]] = []
-        """Tuples of a micro-batch's number, its registers, and the numbers of the registers that the batch
-        fills, by name.
-        """
+        """(number of a micro-batch, its registers, the registers that the batch fills by name)."""
         sizes = model.context.sizes
         self._message_shape = (sizes.local_tokens, model.shape.hidden)
         bound: dict[tuple[object, ...], tuple[Bound, ...]] = {}
@@ -139,7 +135,8 @@ class Executor:
         if self._routing is not None:
             self._routing.clear()
         if self._prefetched:
-            self._held.prefetch(self._prefetched)
+            for gather in self._prefetched:  # the parameters that are used first
+                self._held.start(gather)
             if self.graph is not None:
                 self._held.settle()  # transfers that a graph waits for must begin in the graph
         if self.graph is not None and self.before is None:

@@ -4,11 +4,10 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
-from braid.actors.stage.run.streams import Mark, Transfer
+from braid.actors.stage.run.streams import Mark, Streams, Transfer
 from braid.kernels.collectives.primitives import Launch, Work
 from braid.scheduling.mesh.cluster import Stream
 
@@ -22,7 +21,7 @@ class _IssuedTransfer:
     waiter: "queue.SimpleQueue[Transfer | None]"
 
 
-class HostStreams:
+class HostStreams(Streams):
     """gloo transfers, with helper threads for transfers that are not awaited at once.
 
     One thread, the issuer, issues these in order: gloo's sending thread itself writes as much of a message as
@@ -31,8 +30,6 @@ class HostStreams:
     not report when a transfer is done, one waiter thread per stream and lane waits for transfers and records
     when they end.
     """
-
-    asynchronous = False
 
     def __init__(self) -> None:
         self._queues: dict[tuple[Stream, str], queue.SimpleQueue[Transfer | None]] = {}
@@ -83,28 +80,15 @@ class HostStreams:
             raise transfer.error
 
     def progress(self) -> int:
-        """Return the number of marks, all of which have been passed."""
         return self._marks
 
     def complete(self, transfer: Transfer) -> bool:
-        """Tell whether the end of the transfer was recorded."""
         return transfer.end is not None
 
-    def forget(self, marks: Iterable[Mark]) -> None:
-        """Do nothing: marks are numbers."""
-
-    def barrier(self) -> None:
-        """Do nothing: compute is done when its call returns, and programs wait before a barrier."""
-
-    def lead(self) -> None:
-        """Do nothing: the host computes itself."""
-
     def delay(self, ns: float) -> None:
-        """Sleep for ``ns`` nanoseconds."""
         time.sleep(ns / 1e9)
 
     def nanoseconds(self, mark: Mark) -> int:
-        """Return the mark, which is in nanoseconds already."""
         return int(mark)
 
     def epoch_ns(self) -> int:
@@ -186,9 +170,7 @@ def _issued(launch: Launch) -> Work:
 
 @cache
 def _may_go_first() -> bool:
-    """Tell whether this process may use real-time priority; False if its scheduling policy was changed
-    already.
-    """
+    """Tell whether this process may use real-time priority, and has its usual policy."""
     if not hasattr(os, "sched_setscheduler") or os.sched_getscheduler(0) != os.SCHED_OTHER:
         return False  # not on Linux
     try:

@@ -23,6 +23,4 @@ class MicroBatch:
     weights: Tensor | None = None
     """T numbers: weights of the targets' losses, 0 for targets that do not count. None: all weights are 1."""
     token_numbers: Tensor | None = None
-    """Numbers of this rank's t tokens between tensor-parallel regions, from which dropout draws; None: no
-    dropout.
-    """
+    """Numbers of this rank's t tokens, from which dropout draws; None: no dropout."""

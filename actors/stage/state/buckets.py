@@ -8,7 +8,7 @@ from torch import Tensor
 from braid.actors.stage.measure.telemetry import Recorder
 from braid.actors.stage.rank.groups import Mesh
 from braid.actors.stage.run.streams import Streams, Transfer
-from braid.actors.stage.state.bucket import Bucket, buckets_of, frozen_buckets, joined, shards_in_order
+from braid.actors.stage.state.bucket import Bucket, buckets_of, joined, shards_in_order
 from braid.actors.stage.state.parameters import StageParameter
 from braid.actors.stage.state.shards import Shard
 from braid.kernels.collectives.primitives import Launch
@@ -18,9 +18,7 @@ from braid.scheduling.trace.spans import Label
 
 
 class RankBuckets:
-    """Holds all parameters of a rank and the gradient sums of trained ones, which are at least fp32
-    (`main_gradient_dtype`).
-    """
+    """Holds a rank's parameters, and sums of gradients that are at least fp32."""
 
     def __init__(
         self,
@@ -40,7 +38,7 @@ class RankBuckets:
         self._mesh, self._streams, self._recorder = mesh, streams, recorder
         self._reduce_dtype = reduce_dtype
         self.buckets = buckets_of(parameters, mesh.place)
-        frozen = frozen_buckets(parameters, mesh.place, mesh.layout.zero)
+        frozen = buckets_of(parameters, mesh.place, trained=False, cut=mesh.layout.zero > 2)
         self.frozen = shards_in_order(frozen, parameters)
         """What this rank holds of the parameters that are not trained: all, with ZeRO 3 its shards."""
         self._frozen = [bucket for bucket in frozen if bucket.ways > 1]
@@ -128,13 +126,6 @@ class RankBuckets:
             for bucket in self._of(what):
                 bucket.keep_sums()
 
-    def prefetch(self, gathers: Sequence[Gather]) -> None:
-        """Begin the gathers of the parameters that are used first, unless the previous step has begun
-        them.
-        """
-        for gather in gathers:
-            self.start(gather)
-
     def settle(self) -> None:
         """Wait for all gathers under way, before parameters change from outside or are no longer needed."""
         for what in list(self._pending):
@@ -164,9 +155,7 @@ class RankBuckets:
     # -- the update ------------------------------------------------------------------------------------------
 
     def square(self) -> None:
-        """Square and add up this rank's gradients, parameter by parameter; sums of these squares over axes
-        follow.
-        """
+        """Square and add up this rank's gradients, by parameter; sums over axes follow."""
         self._norm.square()
 
     def norm(self) -> Tensor:
@@ -174,9 +163,7 @@ class RankBuckets:
         return self._norm.squares.sum().sqrt()
 
     def scale(self, factor: float, key: BucketKey | None = None) -> None:
-        """Multiply this rank's gradient sums by ``factor``: of one bucket, or of all buckets if ``key`` is
-        None.
-        """
+        """Multiply this rank's sums of gradients: of one bucket, or of all if ``key`` is None."""
         for bucket in self._with_key(key):
             bucket.gradients.shard.mul_(factor)
 

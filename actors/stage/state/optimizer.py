@@ -3,16 +3,15 @@ weights."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from braid.actors.stage.run.accelerator import Accelerator, DeviceStream, Event
-from braid.actors.stage.state.adamw import TorchAdamW
+from braid.actors.stage.state.adamw import EightBitAdamW, QuantisedMoment, TorchAdamW
 from braid.actors.stage.state.buckets import RankBuckets
-from braid.actors.stage.state.eight_bit import EightBitAdamW, QuantisedMoment
 from braid.actors.stage.state.global_state import StateEntry
 from braid.actors.stage.state.learning_rate import LearningRate
 from braid.actors.stage.state.muon import HeldMatrices, MatrixUpdates
@@ -98,9 +97,7 @@ class Optimizer:
         self.shards = buckets.shards
         """The shards that this rank updates, in the order of its parameters."""
         self.updates = 0
-        """Number of updates that led to the state, for AdamW's bias correction; a skipped step is no
-        update.
-        """
+        """Updates behind the state, for AdamW's bias correction; a skipped step is none."""
         self.dtype, self.device = main_gradient_dtype(buckets.dtype), buckets.device
         """Of masters and moments; of these a rank may have none, where shares are small."""
         self.masters: list[Tensor] = [_master(shard.tensor) for shard in self.shards]
@@ -162,9 +159,7 @@ class Optimizer:
         return master if kind == PARAMETER else self.states[master][kind]
 
     def entries(self) -> Iterator[StateEntry]:
-        """Yield the content of a checkpoint: masters and all states, as views; a `QuantisedMoment` is read
-        when it is reached.
-        """
+        """Yield masters and states as views; a `QuantisedMoment` is read when it is reached."""
         for kind, shard in state_slots(self.shards, self.settings.states):
             state = self._state(kind, shard)
             yield StateEntry(kind, shard, state if isinstance(state, Tensor) else state.read())
@@ -321,20 +316,7 @@ class StepUpdate:
 
 
 def optimizer_settings(config: "Config") -> OptimizerSettings:
-    """Return the optimizer's settings from the configuration."""
-    train = config.train
+    """Return the optimizer's settings, which have the names of keys of ``train``."""
     return OptimizerSettings(
-        lr=train.lr,
-        min_lr_fraction=train.min_lr_fraction,
-        warmup_steps=train.warmup_steps,
-        steps=train.steps,
-        betas=train.betas,
-        eps=train.eps,
-        weight_decay=train.weight_decay,
-        clip_norm=train.clip_norm,
-        schedule=train.schedule,
-        decay_steps=train.decay_steps,
-        optimizer=train.optimizer,
-        momentum=train.momentum,
-        average=train.average,
+        **{key.name: getattr(config.train, key.name) for key in fields(OptimizerSettings)}
     )

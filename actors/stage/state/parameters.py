@@ -55,9 +55,7 @@ class GlobalParameter:
         return self.initial_box(seed, (0,) * len(self.shape), self.shape)
 
     def initial_box(self, seed: int, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """Return a box of `initial`. Large tensors are drawn in tiles, so that ranks draw little beyond the
-        box.
-        """
+        """Return a box of `initial`; large tensors are drawn in tiles, little beyond the box."""
         if self.deviation is None:
             return torch.full(tuple(sizes), self.constant)
         source = f"{seed}/{self.name}"
@@ -165,9 +163,7 @@ class ParameterSlice:
     begin: int = 0
     """Index of the slice's first element in the local parameter as a flat tensor."""
     factors: tuple[str, ...] = ()
-    """Factors of the mesh along which the global tensor is cut; ranks along all other factors hold the same
-    slice.
-    """
+    """Mesh factors that cut the global tensor; ranks along others hold the same slice."""
 
     def of_global(self, tensor: Tensor) -> Tensor:
         """Return this slice of the global tensor, a view."""
