@@ -58,7 +58,6 @@ class Question:
 
     @property
     def digest(self) -> str:
-        """Hash that identifies the question."""
         text = json.dumps(self.as_json(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -176,7 +175,6 @@ class KeptChoices:
                 written.unlink()
 
     def file(self, question: Question) -> Path:
-        """Return the path of the file that stores a question's choice."""
         return self._folder / f"{question.digest}.json"
 
     def _warn(self, question: Question, problem: str) -> None:

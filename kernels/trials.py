@@ -89,7 +89,6 @@ class DeviceClock:
         self._flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device) if cuda else None
 
     def ns(self, call: Callable[[], object]) -> int:
-        """Return the nanoseconds that one call takes."""
         if self._flush is None:
             begin = perf_counter_ns()
             call()
@@ -188,11 +187,9 @@ class _Operands:
         self._generator = torch.Generator(device).manual_seed(0)
 
     def random(self, *shape: int) -> Tensor:
-        """Return standard normal numbers."""
         return torch.randn(shape, generator=self._generator, device=self._device, dtype=self._dtype)
 
     def tokens(self, count: int, vocabulary: int) -> Tensor:
-        """Return ``count`` random token ids."""
         return torch.randint(vocabulary, (count,), generator=self._generator, device=self._device)
 
     def routing(self, count: int, experts: int, choices: int) -> tuple[Tensor, Tensor]:

@@ -37,11 +37,9 @@ class TorchGroup:
     own: dist.ProcessGroup
 
     def rank(self) -> int:
-        """Return this rank's number in the group."""
         return self.own.rank()
 
     def size(self) -> int:
-        """Return the number of ranks."""
         return self.own.size()
 
     @property
@@ -58,7 +56,6 @@ class TorchGroup:
         return started(_scatter(y, x, group=self.own, async_op=True))
 
     def all_reduce(self, x: Tensor) -> Work:
-        """Sum x over the ranks, in place."""
         return started(dist.all_reduce(x, group=self.own, async_op=True))
 
     def messages(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Work:
@@ -143,7 +140,6 @@ class Communicator(Line):
         return self.group.messages([(x, to)], [(y, source)])
 
     def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Work:
-        """Send and receive all messages in one kernel."""
         others = [rank for rank in range(self.size) if rank != self.rank]
         return self.group.messages(
             [(outgoing[rank], rank) for rank in others if outgoing[rank].numel()],

@@ -160,7 +160,6 @@ class Documents:
         return tuple(tuple(chain.from_iterable(step)) for step in steps)
 
     def on(self, device: torch.device) -> "Documents":
-        """Return a copy whose positions are on a device."""
         return replace(self, positions=self.positions.to(device, non_blocking=True))
 
     def part(self, number: int, parts: int) -> "Documents":

@@ -81,11 +81,9 @@ class PositionEmbedding(ComputeOperator):
         self.weight = nn.Parameter(torch.empty(sequence, hidden, **home))
 
     def forward(self, x_tD: Tensor, documents: Documents | None = None) -> tuple[Tensor]:
-        """Return y_tD: x plus the embeddings of its tokens' positions."""
         return (F.embedding(self._positions(x_tD, documents), self.weight).add_(x_tD),)
 
     def input_gradient(self, dy_tD: Tensor, documents: Documents | None = None) -> tuple[Tensor]:
-        """Return dx_tD, which is dy itself."""
         return (dy_tD,)
 
     def weight_gradient(self, dy_tD: Tensor, documents: Documents | None = None) -> None:

@@ -33,7 +33,6 @@ class GroupedLinear(ComputeOperator):
         """The sizes of the last call, and the index at which each expert's rows end, both on the host."""
 
     def forward(self, x_nI: Tensor, sizes: Sequence[int] | Tensor) -> tuple[Tensor]:
-        """Return y_nO, each expert's linear map of its rows."""
         if self._at_once(x_nI):
             return (grouped_mm(x_nI, self.weight.transpose(1, 2), offs=self._ends(x_nI, sizes)),)
         y_nO = x_nI.new_empty(x_nI.shape[0], self.weight.shape[1])

@@ -159,7 +159,6 @@ class Regroup(ComputeOperator):
         return (self._regrouped(rows_nD, sizes_SE, self.back),)
 
     def input_gradient(self, d_rows_nD: Tensor, sizes_SE: Tensor) -> tuple[Tensor]:
-        """Return the gradient in the order of forward's input."""
         return (self._regrouped(d_rows_nD, sizes_SE, not self.back),)
 
     def _regrouped(self, rows_nD: Tensor, sizes_SE: Tensor, back: bool) -> Tensor:

@@ -116,7 +116,6 @@ class TritonCrossEntropyStatistics(CrossEntropyStatistics):
     def input_gradient(
         self, logits_TV: Tensor, log_partition_T: Tensor, targets_T: Tensor, scale: Tensor | float
     ) -> tuple[Tensor]:
-        """Return d_logits_TV, written over the logits."""
         tensor, factor = (scale, 1.0) if isinstance(scale, Tensor) else (None, float(scale))
         per_token = tensor is not None and tensor.dim() == 1
         scales = (tensor, "T" if per_token else "")

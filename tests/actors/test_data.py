@@ -171,12 +171,12 @@ def edit_shard(folder: Path, **entries: object) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda d: (d / "index.json").unlink(), "cannot read index.json.*run `braid prepare`"),
+        (lambda d: (d / "index.json").unlink(), "cannot read index.json.*`braid prepare`"),
         (lambda d: (d / "index.json").write_text("{"), "is not JSON; prepare it again"),
         (lambda d: (d / "index.json").write_text("[" * 100_000), "is not JSON; prepare it again"),
         (lambda d: (d / "index.json").write_bytes(b"\xff"), "is not JSON; prepare it again"),
-        (lambda d: (d / "index.json").write_text("[]"), "not that of a Braid data set"),
-        (lambda d: edit(d, format="npm"), "not that of a Braid data set"),
+        (lambda d: (d / "index.json").write_text("[]"), "not of the format braid-tokens"),
+        (lambda d: edit(d, format="npm"), "not of the format braid-tokens"),
         (lambda d: edit(d, version=2), "has version 2, this Braid reads 1; prepare it again"),
         (lambda d: edit(d, more=1), "damaged .more: "),
         (lambda d: edit(d, dtype="float64"), "damaged .dtype: Input should be 'uint16' or 'uint32'"),

@@ -13,7 +13,7 @@ import torch
 from braid.actors.stage.measure import kernel_uses
 from braid.actors.stage.measure.kernel_uses import KernelChoice, uses
 from braid.actors.stage.model.context import ModuleContext
-from braid.actors.stage.model.expert_modules import expert_modules
+from braid.actors.stage.model.layers import expert_modules
 from braid.actors.stage.model.model import StageModel
 from braid.actors.stage.rank.groups import Mesh, build_mesh
 from braid.actors.stage.rank.log import HEADER

@@ -176,10 +176,10 @@ def _changed(folder: Path, **entries: object) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda d: (d / MIXTURE_FILE).write_text("{"), "mixture.json is damaged.*start the run again"),
-        (lambda d: (d / MIXTURE_FILE).write_text("[" * 100_000), "mixture.json is damaged"),
-        (lambda d: (d / MIXTURE_FILE).write_bytes(b"\xff"), "mixture.json is damaged"),
-        (lambda d: _changed(d, format="other"), "not that of a mixture"),
+        (lambda d: (d / MIXTURE_FILE).write_text("{"), "mixture.json is not JSON; start the run again"),
+        (lambda d: (d / MIXTURE_FILE).write_text("[" * 100_000), "mixture.json is not JSON"),
+        (lambda d: (d / MIXTURE_FILE).write_bytes(b"\xff"), "mixture.json is not JSON"),
+        (lambda d: _changed(d, format="other"), "not of the format braid-mixture"),
         (lambda d: _changed(d, version=2), "has version 2, this Braid reads 1"),
         (lambda d: _changed(d, sets=[]), "names no set"),
         (lambda d: _changed(d, sets=[{"name": "a"}]), "damaged .sets.0.directory: "),

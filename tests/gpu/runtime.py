@@ -17,7 +17,7 @@ from torch import Tensor
 from braid.actors.controller.combining import combine
 from braid.actors.stage.measure.kernel_uses import KernelChoice
 from braid.actors.stage.measure.profiling import Profiler
-from braid.actors.stage.rank.assembly import code_of, put_together
+from braid.actors.stage.rank.assembly import Assembly, code_of
 from braid.actors.stage.rank.groups import Mesh, build_mesh
 from braid.actors.stage.rank.messages import Samples
 from braid.actors.stage.run.accelerator import accelerator_of
@@ -133,7 +133,7 @@ class LocalRank:
 
     def __init__(self, job: Job, mesh: Mesh, device: torch.device) -> None:
         self.job, self.mesh, self.device, choice = job, mesh, device, KernelChoice()
-        self.parts = put_together(
+        self.parts = Assembly(
             *(mesh, device, accelerator_of(device)),
             **{name: getattr(job, name) for name in ("sizes", "settings", "dtype", "kernels", "spans")},
             parts=job.graphs,

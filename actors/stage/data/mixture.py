@@ -13,17 +13,24 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict
 
 from braid.actors.stage.data.sample_order import sample_ids, sample_ids_at
-from braid.actors.stage.data.token_files import TRAIN, VALIDATION, TokenShards, read_index
-from braid.actors.stage.files.reading import UnreadableError, read_text
+from braid.actors.stage.data.token_files import (
+    TRAIN,
+    VALIDATION,
+    TokenShards,
+    read_description,
+    read_index,
+)
 
 MIXTURE_FILE = "mixture.json"
 MIXTURE_FORMAT = "braid-mixture"
 MIXTURE_VERSION = 1
+_AGAIN = "start the run again"
 BLOCK = 2**16
 """Number of positions in which every set has exactly its share."""
 
@@ -62,26 +69,12 @@ def write_mixture(sets: Sequence[MixedSet]) -> str:
 
 
 def read_mixture(directory: Path) -> tuple[MixedSet, ...]:
-    """Read the sets of a mixture. Raise `UnreadableError` if the file cannot be read, and `ValueError` if it
-    is damaged or of another version."""
-    where, again = f"data set {directory}: {MIXTURE_FILE}", "start the run again"
-    try:
-        content = json.loads(read_text(directory / MIXTURE_FILE))
-        if not isinstance(content, dict) or content.get("format") != MIXTURE_FORMAT:
-            raise ValueError("it is not that of a mixture")
-        if content.get("version") != MIXTURE_VERSION:
-            raise ValueError(f"it has version {content.get('version')!r}, this Braid reads {MIXTURE_VERSION}")
-        sets: tuple[MixedSet, ...] = TypeAdapter(tuple[MixedSet, ...]).validate_python(content.get("sets"))
-    except OSError as fault:
-        raise UnreadableError(f"{where}: {fault.strerror}; put it where every node sees it") from None
-    except ValidationError as error:
-        wrong = error.errors(include_url=False)[0]
-        place = ".".join(map(str, wrong["loc"]))
-        raise ValueError(f"{where} is damaged (sets.{place}: {wrong['msg']}); {again}") from None
-    except (ValueError, RecursionError) as fault:
-        raise ValueError(f"{where} is damaged ({fault}); {again}") from None
+    """Read the sets of a mixture; raise as `read_description` does."""
+    path, kind = directory / MIXTURE_FILE, dict[Literal["sets"], tuple[MixedSet, ...]]
+    entries = read_description(path, MIXTURE_FORMAT, MIXTURE_VERSION, kind, _AGAIN)
+    sets: tuple[MixedSet, ...] = entries.get("sets", ())
     if not sets:
-        raise ValueError(f"{where} names no set; {again}")
+        raise ValueError(f"data set {directory}: {MIXTURE_FILE} names no set; {_AGAIN}")
     return sets
 
 
@@ -218,7 +211,7 @@ def open_splits(
     tokenizers = {index.tokenizer_fingerprint: name for name, index in indices.items()}
     if len(tokenizers) > 1:
         names = " and ".join(map(repr, tokenizers.values()))
-        raise ValueError(f"data set {directory}: {names} have different tokenizers; start the run again")
+        raise ValueError(f"data set {directory}: {names} have different tokenizers; {_AGAIN}")
 
     def mixture(split: str, chosen: Sequence[MixedSet]) -> Mixture:
         opened = []

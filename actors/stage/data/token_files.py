@@ -130,33 +130,43 @@ class DataIndex:
         return json.dumps({"format": INDEX_FORMAT, "version": INDEX_VERSION, **asdict(self)}, indent=1)
 
 
-def read_index(directory: Path) -> DataIndex:
-    """Read a prepared folder's index and check it against the sizes of the shards.
+def read_description(path: Path, form: str, version: int, kind: Any, again: str) -> Any:
+    """Read a JSON file that describes data, of a format and version, as a ``kind`` that pydantic knows.
 
-    Raise `UnreadableError` if a file cannot be read, and ValueError if the folder is not a prepared data set,
-    was written by another version, is damaged, or has a shard of another size. Both errors name the remedy.
+    ``again``: the remedy, for errors. Raise `UnreadableError` if the file cannot be read, and ValueError if
+    it has another format or version, or is damaged.
     """
-    path = directory / INDEX_FILE
+    where = f"data set {path.parent}: {path.name}"
     try:
         entries = json.loads(read_text(path))
     except OSError as fault:
         raise UnreadableError(
-            f"data set {directory}: cannot read {INDEX_FILE} ({fault.strerror}); run `braid prepare`, "
-            "and put the folder where every node sees it"
+            f"data set {path.parent}: cannot read {path.name} ({fault.strerror}); {again}, and put the "
+            "folder where every node sees it"
         ) from None
     except (ValueError, RecursionError):
-        raise ValueError(f"data set {directory}: {INDEX_FILE} is not JSON; {_AGAIN}") from None
-    if not isinstance(entries, dict) or entries.pop("format", None) != INDEX_FORMAT:
-        raise ValueError(f"data set {directory}: {INDEX_FILE} is not that of a Braid data set; {_AGAIN}")
-    if (version := entries.pop("version", None)) != INDEX_VERSION:
-        raise ValueError(
-            f"data set {directory}: {INDEX_FILE} has version {version!r}, this Braid reads {INDEX_VERSION}; "
-            f"{_AGAIN}"
-        )
+        raise ValueError(f"{where} is not JSON; {again}") from None
+    if not isinstance(entries, dict) or entries.pop("format", None) != form:
+        raise ValueError(f"{where} is not of the format {form}; {again}")
+    if (found := entries.pop("version", None)) != version:
+        raise ValueError(f"{where} has version {found!r}, this Braid reads {version}; {again}")
     try:
-        index = _parse_index(entries)
-    except ValueError as fault:
-        raise ValueError(f"data set {directory}: {INDEX_FILE} is damaged ({fault}); {_AGAIN}") from None
+        return TypeAdapter(kind).validate_python(entries)
+    except ValidationError as error:
+        wrong = error.errors(include_url=False)[0]
+        place = ".".join(map(str, wrong["loc"]))
+        raise ValueError(f"{where} is damaged ({place}: {wrong['msg']}); {again}") from None
+
+
+def read_index(directory: Path) -> DataIndex:
+    """Read a prepared folder's index and check it against the sizes of the shards.
+
+    Raise as `read_description` does, and ValueError if a shard has another size.
+    """
+    index: DataIndex
+    index = read_description(directory / INDEX_FILE, INDEX_FORMAT, INDEX_VERSION, DataIndex, _AGAIN)
+    if problem := _damage(index):
+        raise ValueError(f"data set {directory}: {INDEX_FILE} is damaged ({problem}); {_AGAIN}")
     for shards in index.splits.values():
         for shard in shards:
             _check_size(directory, shard.file, shard.tokens * TOKEN_DTYPES[index.dtype].itemsize)
@@ -167,25 +177,19 @@ def read_index(directory: Path) -> DataIndex:
     return index
 
 
-def _parse_index(entries: dict[str, Any]) -> DataIndex:
-    """Validate the entries of an index; raise `ValueError` that describes the first wrong entry."""
-    try:
-        index = TypeAdapter(DataIndex).validate_python(entries)
-    except ValidationError as error:
-        wrong = error.errors(include_url=False)[0]
-        raise ValueError(f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}") from None
+def _damage(index: DataIndex) -> str:
+    """Return how entries contradict each other; empty if they do not."""
     for shard in (shard for shards in index.splits.values() for shard in shards):
         # Only plain file names are accepted, so that an index cannot point outside its folder.
         if Path(shard.file).name != shard.file or not shard.tokens:
-            raise ValueError(f"shard {shard.file!r} has no file name or no tokens")
+            return f"shard {shard.file!r} has no file name or no tokens"
         if index.row_tokens and shard.tokens % index.row_tokens:
-            raise ValueError(f"shard {shard.file!r} has no whole rows of {index.row_tokens} tokens")
+            return f"shard {shard.file!r} has no whole rows of {index.row_tokens} tokens"
     if len(index.token_bytes) not in (0, index.vocabulary):
-        counts = f"{len(index.token_bytes)} entries, the vocabulary {index.vocabulary}"
-        raise ValueError(f"token_bytes has {counts}")
+        return f"token_bytes has {len(index.token_bytes)} entries, the vocabulary {index.vocabulary}"
     if set(index.splits) != {TRAIN, VALIDATION}:
-        raise ValueError(f"splits are {sorted(index.splits)}")
-    return index
+        return f"splits are {sorted(index.splits)}"
+    return ""
 
 
 def _check_size(directory: Path, file: str, wanted: int) -> None:

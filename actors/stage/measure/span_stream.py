@@ -165,5 +165,4 @@ class SocketSink:
         return True
 
     def close(self, timeout_s: float) -> None:
-        """Close the socket; batches that were sent arrive nevertheless."""
         self._socket.close()

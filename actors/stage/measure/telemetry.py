@@ -91,7 +91,6 @@ class Recorder:
         return self._streams.mark() if self.recording else None
 
     def compute(self, label: Label, block: Pass | None, begin: Mark, end: Mark) -> None:
-        """Record that an operator ran on the compute stream."""
         if self.recording:
             self._compute.append((label, block, OPERATOR, begin, end))
 
@@ -235,7 +234,6 @@ class Recorder:
         return np.concatenate([found, *waits]) if waits else found
 
     def numbers(self, records: Records) -> OverlapNumbers:
-        """Return the overlap numbers of a step with these records."""
         return replace(numbers_of_records(records, self.labels), fullest_bytes=self._fullest_bytes)
 
     def _without_times(

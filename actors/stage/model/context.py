@@ -40,7 +40,6 @@ class ModuleContext:
 
     @property
     def shape(self) -> ModelShape:
-        """The model's shape."""
         return self.sizes.shape
 
     @property
@@ -50,7 +49,6 @@ class ModuleContext:
 
     @property
     def home(self) -> Home:
-        """Device and dtype of new parameters."""
         return {"device": self.device, "dtype": self.dtype}
 
     # Definitions of layers use the builders below.

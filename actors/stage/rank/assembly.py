@@ -3,7 +3,6 @@ measurements on one GPU.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -38,25 +37,68 @@ from braid.scheduling.trace.arrays import IntArray
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
-@dataclass(frozen=True, kw_only=True)
 class Assembly:
     """The objects that one rank trains with."""
 
-    mesh: Mesh
-    sizes: PartSizes
-    parts: Mapping[str, Part]
-    """Operator graphs by the names of the model's parts."""
-    code: Code
-    """The training schedule, linked for this layout."""
-    model_of: Callable[..., StageModel]
-    """Makes this run's model for a ``place`` in the mesh and a ``device``."""
-    model: StageModel
-    streams: Streams
-    recorder: Recorder
-    buckets: RankBuckets
-    optimizer: Optimizer
-    executor: Executor
-    """Runs the code of `Assembly.code`."""
+    def __init__(
+        self,
+        mesh: Mesh,
+        device: torch.device,
+        accelerator: Accelerator | None,
+        *,
+        sizes: PartSizes,
+        parts: Mapping[str, Part],
+        schedule: Schedule,
+        settings: OptimizerSettings,
+        dtype: torch.dtype,
+        reduce_dtype: torch.dtype | None = None,
+        deterministic: bool = False,
+        layers: Mapping[str, LayerDefinition] | None = None,
+        kernels: str = "torch",
+        choice: KernelChoice | None = None,
+        seed: int = 0,
+        captured: bool | Literal["auto"] = False,
+        spans: bool = True,
+        solo_ns: Mapping[str, int] | None = None,
+        around: Around | None = None,
+    ) -> None:
+        """Assemble a rank; all ranks call this together, since they choose kernels together.
+
+        ``accelerator`` has the streams of ``device``; None on a CPU. ``layers``: the user's own layers, by
+        kind. ``choice`` stores the kernels that earlier calls chose. ``solo_ns``: times of operators run
+        alone, for the recorder of spans. ``around``: runs operations inside of ranges with their names.
+        """
+        self.mesh, self.sizes, self.parts = mesh, sizes, parts
+        self.model_of = partial(
+            StageModel,
+            shape=sizes.shape,
+            layout=mesh.layout,
+            sizes=sizes,
+            dtype=dtype,
+            layers=layers,
+            operators=(choice or KernelChoice()).family(kernels, sizes, mesh, device, dtype),
+        )
+        """Makes this run's model for a ``place`` in the mesh and a ``device``."""
+        self.model = self.model_of(place=mesh.place, device=device)
+        self.model.initialise(seed)
+        self.streams = streams_on(accelerator)
+        self.recorder = Recorder(self.streams, solo_ns, recording=spans)
+        self.buckets = RankBuckets(
+            *(self.model.parameters, mesh, self.streams, self.recorder),
+            deterministic=deterministic,
+            reduce_dtype=reduce_dtype,
+        )
+        self.optimizer = Optimizer(self.buckets, settings, accelerator)
+        self.code = code_of(schedule, sizes, parts, mesh.layout)
+        """The training schedule, linked for this layout, which `executor` runs."""
+        assert mesh.groups is not None
+        self.executor = self.bind(
+            self.code,
+            recorder=self.recorder,
+            graph=step_graph(self.streams, self.recorder, captured, mesh.layout.ranks, mesh.groups.gather),
+            routing=routing_of(self.model),
+            around=around,
+        )
 
     def bind(self, code: Code, **how: Any) -> Executor:
         """Return an executor of the given code; ``how``: further keywords of `Executor`."""
@@ -71,7 +113,7 @@ class Assembly:
         All ranks along the axis call this with arrays of one shape. Errors of the collective are raised.
         """
         own = torch.from_numpy(values).to(self.model.context.device)
-        stream, launch = self.mesh.stream(axis), self.mesh.shared(axis).all_gather(own)
+        stream, launch = self.mesh.stream(axis), self.mesh.line(axis).all_gather(own)
         transfer = self.streams.start(stream, launch, awaited_next=True)
         self.streams.wait(transfer)
         told: IntArray = transfer.take().view(-1, *values.shape).cpu().numpy()
@@ -105,11 +147,11 @@ def assemble(
     kernels: KernelChoice | None = None,
     around: Around | None = None,
 ) -> Assembly:
-    """Assemble a rank from the plan of a run; all ranks call this together (see `put_together`)."""
+    """Assemble a rank from the plan of a run; all ranks call this together (see `Assembly`)."""
     config, train = plan.config, plan.config.train
     definitions = load_layers(config.model.own_layers)
     sizes = config.sizes(plan.shape)
-    return put_together(
+    return Assembly(
         mesh,
         device,
         accelerator,
@@ -129,79 +171,6 @@ def assemble(
         spans=config.telemetry.spans,
         solo_ns=plan.solo_ns,
         around=around,
-    )
-
-
-def put_together(
-    mesh: Mesh,
-    device: torch.device,
-    accelerator: Accelerator | None,
-    *,
-    sizes: PartSizes,
-    parts: Mapping[str, Part],
-    schedule: Schedule,
-    settings: OptimizerSettings,
-    dtype: torch.dtype,
-    reduce_dtype: torch.dtype | None = None,
-    deterministic: bool = False,
-    layers: Mapping[str, LayerDefinition] | None = None,
-    kernels: str = "torch",
-    choice: KernelChoice | None = None,
-    seed: int = 0,
-    captured: bool | Literal["auto"] = False,
-    spans: bool = True,
-    solo_ns: Mapping[str, int] | None = None,
-    around: Around | None = None,
-) -> Assembly:
-    """Assemble a rank; all ranks call this together, since they choose kernels together.
-
-    ``accelerator`` has the streams of ``device``; None on a CPU. ``layers``: the user's own layers, by kind.
-    ``choice`` stores the kernels that earlier calls chose. ``solo_ns``: times of operators run alone, for the
-    recorder of spans. ``around``: runs operations inside of ranges with their names.
-    """
-    layout = mesh.layout
-    model_of = partial(
-        StageModel,
-        shape=sizes.shape,
-        layout=layout,
-        sizes=sizes,
-        dtype=dtype,
-        layers=layers,
-        operators=(choice or KernelChoice()).family(kernels, sizes, mesh, device, dtype),
-    )
-    model = model_of(place=mesh.place, device=device)
-    model.initialise(seed)
-    streams = streams_on(accelerator)
-    recorder = Recorder(streams, solo_ns, recording=spans)
-    buckets = RankBuckets(
-        *(model.parameters, mesh, streams, recorder), deterministic=deterministic, reduce_dtype=reduce_dtype
-    )
-    optimizer = Optimizer(buckets, settings, accelerator)
-    code = code_of(schedule, sizes, parts, layout)
-    assert mesh.groups is not None
-    executor = Executor(
-        code=code,
-        model=model,
-        mesh=mesh,
-        streams=streams,
-        buckets=buckets,
-        recorder=recorder,
-        graph=step_graph(streams, recorder, captured, layout.ranks, mesh.groups.gather),
-        routing=routing_of(model),
-        around=around,
-    )
-    return Assembly(
-        mesh=mesh,
-        sizes=sizes,
-        parts=parts,
-        code=code,
-        model_of=model_of,
-        model=model,
-        streams=streams,
-        recorder=recorder,
-        buckets=buckets,
-        optimizer=optimizer,
-        executor=executor,
     )
 
 

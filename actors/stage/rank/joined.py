@@ -27,10 +27,8 @@ class ConnectionSink:
         self._connection = connection
 
     def send(self, batch: bytes) -> bool:
-        """Send a batch; raise `OSError` if nobody takes it."""
         self._connection.send_bytes(batch)
         return True
 
     def close(self, timeout_s: float) -> None:
-        """Close the connection; batches that were sent arrive nevertheless."""
         self._connection.close()

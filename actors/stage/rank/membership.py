@@ -39,7 +39,6 @@ class Membership:
         self._lock = threading.Lock()
 
     def host_store(self, timeout_s: float) -> int:
-        """Host the rendezvous on a free port of this node and return the port."""
         self._store = store_on(self._address, timedelta(seconds=timeout_s))
         return int(self._store.port)
 
@@ -55,7 +54,6 @@ class Membership:
         self._connections = Connections()
 
     def join(self, cluster: ClusterConfig, rendezvous: Rendezvous, rank: int, ranks: int) -> None:
-        """Join the process group of all ranks."""
         timeout = timedelta(seconds=cluster.group_timeout_s)
         bind_gloo(self._address)
         if self._store is None:
@@ -115,7 +113,6 @@ class Membership:
             torch.accelerator.set_device_index(self.device)
 
     def leave(self) -> None:
-        """Destroy all process groups and drop the store."""
         self._drop_graph()
         self._destroy()
         self._store = self._connections = self.graph = None

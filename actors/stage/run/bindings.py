@@ -17,7 +17,7 @@ from braid.actors.stage.model.model import PartInstance, StageModel
 from braid.actors.stage.rank.groups import Mesh
 from braid.actors.stage.run.regions import Rows
 from braid.actors.stage.run.streams import Streams, Transfer
-from braid.kernels.collectives.primitives import Launch, Line
+from braid.kernels.collectives.primitives import Launch
 from braid.kernels.collectives.stages import gather_stage, scatter_stage
 from braid.kernels.operators.linear import Linear
 from braid.kernels.operators.operator import ComputeOperator
@@ -37,14 +37,6 @@ Bound = Callable[[Sequence[Registers], Sequence[Pass]], None]
 """Function of a bound operation; its arguments are the frames and the passes of the operation's stretch."""
 
 
-def _all_gather(line: Line, x: Tensor, shares: Sequence[int] | None = None) -> Launch:
-    return line.all_gather(x) if shares is None else line.all_gather(x, shares=shares)
-
-
-def _reduce_scatter(line: Line, x: Tensor, shares: Sequence[int] | None = None) -> Launch:
-    return line.reduce_scatter(x) if shares is None else line.reduce_scatter(x, shares=shares)
-
-
 def collective_of(kind: Kind, phase: Phase = Phase.FORWARD) -> Callable[..., Launch]:
     """Return the function that launches a kind of collective, given line, x, and perhaps the rows of each
     rank.
@@ -53,9 +45,9 @@ def collective_of(kind: Kind, phase: Phase = Phase.FORWARD) -> Callable[..., Lau
     """
     match kind:
         case Kind.ALL_GATHER:
-            return _all_gather
+            return lambda line, x, shares=None: line.all_gather(x, shares=shares)
         case Kind.REDUCE_SCATTER:
-            return _reduce_scatter
+            return lambda line, x, shares=None: line.reduce_scatter(x, shares=shares)
         case Kind.ALL_TO_ALL:
             return lambda line, x, extents: line.all_to_all(x, extents)
         case Kind.ALL_REDUCE:
@@ -82,7 +74,6 @@ class Binder:
         self._activation_bytes = model.context.dtype.itemsize
 
     def compute(self, operation: Compute, frame: Frame, chunk: int) -> Bound:
-        """Bind a compute operator of a chunk of the model."""
         node = operation.what
         assert isinstance(node, Node)
         op, instance = node.operator, self._instance(node, chunk)
@@ -169,7 +160,6 @@ class Binder:
         return run
 
     def wait(self, operation: Wait, frame: Frame) -> Bound:
-        """Bind the wait for a collective."""
         node = operation.what
         assert isinstance(node, Node)
         turn, target, freed = operation.turn, operation.writes[0], operation.frees

@@ -51,7 +51,6 @@ class CudaStreams(Streams):
         self._origin, self._epoch_ns = self.mark(), time.time_ns()
 
     def mark(self) -> Event:
-        """Record an event on the compute stream."""
         event = self._record(self._compute)
         if self._capturing is not None:
             self._capturing.marks.append(event)
@@ -133,7 +132,6 @@ class CudaStreams(Streams):
             self._compute, self._side, self._ends = outer
 
     def replay(self, captured: Captured) -> None:
-        """Issue the captured work to the device."""
         began = self.mark()
         with self._counting:
             self._passed += self._replayed()

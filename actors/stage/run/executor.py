@@ -361,7 +361,6 @@ class Executor:
 
 
 def _total(loss_T: Tensor, batch: MicroBatch | None) -> float:
-    """Return the weighted sum of the tokens' losses."""
     if batch is None or batch.weights is None:
         return float(loss_T.sum())
     counted_T = batch.weights != 0

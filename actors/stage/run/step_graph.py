@@ -145,9 +145,9 @@ class StepGraph:
         return bool(self._wanted)
 
     def _wants(self) -> bool:
-        return self._always or self._host_bound()
-
-    def _host_bound(self) -> bool:
+        """Tell whether the host is so slow that a graph pays."""
+        if self._always:
+            return True
         assert self._measured is not None
         issued_s, begin, end = self._measured
         passed_ns = self._streams.nanoseconds(end) - self._streams.nanoseconds(begin)
@@ -166,7 +166,10 @@ class StepGraph:
         self, runs: Passes, batches: Batches, loss_scale: float, key: tuple[object, ...]
     ) -> _CapturedPasses | None:
         """Capture the passes. If a rank fails, raise (``always``), or return None and never try again."""
-        static = [None if b is None else replace(b, **_cloned(_tensors(b))) for b in batches]
+        static = [
+            b and replace(b, **{name: tensor.clone() for name, tensor in _tensors(b).items()})
+            for b in batches
+        ]
         result, failure = None, ""
         try:
             with self._streams.capture() as captured:
@@ -223,10 +226,6 @@ def _tensors(batch: MicroBatch | None) -> Mapping[str, Tensor]:
     return (
         {} if batch is None else {k: value for k, value in vars(batch).items() if isinstance(value, Tensor)}
     )
-
-
-def _cloned(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def _shape(batch: MicroBatch | None) -> object:

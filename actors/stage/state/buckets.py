@@ -103,7 +103,7 @@ class RankBuckets:
 
     def _launches(self, what: Reduce | Gather, along: str) -> Iterator[tuple[Tensor, Launch]]:
         """Yield (sent tensor, launch) for each bucket; ``along``: name of the line of ranks."""
-        line = self._mesh.shared(what.axis) if what.move is None else self._mesh.line(along)
+        line = self._mesh.line(along)
         if what.chunk is None:
             yield self._norm.squares, line.all_reduce(self._norm.squares)
         for bucket in self._of(what):
@@ -115,7 +115,6 @@ class RankBuckets:
                 yield bucket.sum(what.axis, line, what.move, scatters=scatters, dtype=self._reduce_dtype)
 
     def wait(self, what: Reduce | Gather) -> None:
-        """Wait for a transfer that `start` began."""
         for label, transfer in self._pending.pop(what, ()):
             if isinstance(what, Gather):
                 self._recorder.transfer(label, None, transfer)

@@ -95,7 +95,6 @@ def split(state: HostState, slots: Iterable[tuple[str, Shard]]) -> Iterator[Stat
 
 @torch.no_grad()
 def put_back(state: HostState, optimizer: Optimizer) -> None:
-    """Set the optimizer's masters, moments and parameters to a state."""
     slots = state_slots(optimizer.shards, optimizer.settings.states)
     optimizer.restored(int(state.updates), split(state, slots))
 

@@ -210,7 +210,6 @@ class Optimizer:
             _publish(group)
 
     def square(self) -> None:
-        """Square and add up this rank's gradients, for the global norm."""
         self._buckets.square()
 
     def step(self, step: int, intact: Callable[[], None] = lambda: None) -> tuple[float, float]:
@@ -295,7 +294,6 @@ class StepUpdate:
         self.applied = False
 
     def norm(self) -> None:
-        """Square and add up this rank's gradients."""
         self._optimizer.square()
 
     def step(self) -> None:
@@ -307,7 +305,6 @@ class StepUpdate:
         self._decided(*self._optimizer.clip(self._step, self._intact))
 
     def update(self, chunk: int, bucket: int) -> None:
-        """Update one bucket, if the gradients are finite."""
         self._optimizer.update((chunk, bucket))
 
     def _decided(self, norm: float, lr: float) -> None:
