@@ -32,12 +32,8 @@ def weighed(rank: int, address: str) -> Weighed:
 
 
 CASES: list[tuple[dict[str, int], str, bool, str | None]] = [
-    ({"dp": 2, "zero": 0}, "megatron", True, "bf16"),
-    ({"dp": 2, "tp": 2, "zero": 1}, "ddp", False, "bf16"),
     ({"dp": 2, "pp": 2, "zero": 2}, "ddp", True, "bf16"),
     ({"dp": 4, "zero": 3, "shards": 2}, "megatron", False, "bf16"),
-    ({"dp": 4, "zero": 2, "shards": 2}, "megatron", False, None),
-    ({"dp": 4, "zero": 1, "shards": 2}, "ddp", True, None),
 ]
 """Layout, schedule, whether embedding and head are one table, to what gradients are rounded: beside what
 `tests.cuda.test_combinations` weighs."""
