@@ -75,7 +75,7 @@ class Trained:
             self.buckets.square()
             self.buckets.start(Reduce(None, "tp"))
             self.buckets.wait(Reduce(None, "tp"))
-            self.optimizer.step(step)
+            self.optimizer.begin(step).step()
 
     def state(self) -> list[torch.Tensor]:
         return [entry.tensor.detach().clone() for entry in self.optimizer.entries()]

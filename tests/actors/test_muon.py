@@ -58,7 +58,7 @@ def trained(rank: int, layout: ParallelLayout, shape: Any) -> Optimizer:
                 gradient = drawn(piece.source.name, piece.source.shape, step)
                 piece.of_local(shard.gradient).copy_(piece.of_global(gradient))
         rank_buckets.square()
-        optimizer.step(step)
+        optimizer.begin(step).step()
     return optimizer
 
 

@@ -24,7 +24,7 @@ from braid.actors.stage.state import bucket
 from braid.actors.stage.state.bucket import Bucket, FlatMemory
 from braid.actors.stage.state.buckets import RankBuckets
 from braid.actors.stage.state.copies import HostState
-from braid.actors.stage.state.optimizer import Optimizer, StepUpdate
+from braid.actors.stage.state.optimizer import Optimizer
 from braid.kernels.collectives.communicator import Communicator, Pairs
 from braid.kernels.collectives.primitives import Launch
 from braid.kernels.operators.expert_rows import ExpertRows
@@ -193,7 +193,7 @@ _FAULTS: dict[Case, dict[str, Callable[[], Altered]]] = {
             RankBuckets, lambda what: what.chunk is None
         ),
         "gradients are cleared beside the update": lambda: elsewhere(RankBuckets, "zero"),
-        "the update runs on a stream that waits for nothing": lambda: elsewhere(StepUpdate, "step"),
+        "the update runs on a stream that waits for nothing": lambda: elsewhere(Optimizer, "step"),
     },
     PAIRED: {
         "every second wait is left out": _every_second_wait,

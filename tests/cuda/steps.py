@@ -197,7 +197,7 @@ class Ranked:
 
     def step(self, step: int) -> None:
         """One optimizer step."""
-        update = self.parts.update(step, self.membership.intact)
+        update = self.parts.optimizer.begin(step, self.membership.intact)
         tokens = self.case.micro_batches * self.case.layout.dp * MICRO_BATCH * self.case.shape.sequence
         loss = self.parts.executor.run(self.given[step], 1.0 / tokens, update)
         self.found[f"loss {step}"], self.found[f"norm {step}"] = loss, update.gradient_norm

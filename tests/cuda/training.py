@@ -131,7 +131,7 @@ def train(
         last = rank.bind(rank.code, recorder=Recorder(rank.streams, recording=False), watch=watch)
         log.begin()
         for step in range(STEPS):
-            update = rank.update(step, lambda: None)
+            update = rank.optimizer.begin(step)
             executor = rank.executor if step < STEPS - 1 else last
             loss = executor.run(given[step], 1.0 / (batch * shape.sequence), update)
             told[log.rank].append((loss if rank.model.tells_loss else 0.0, update.gradient_norm))

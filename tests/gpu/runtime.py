@@ -158,7 +158,7 @@ class LocalRank:
         at_end = self.mesh.position["pp"] in (0, self.job.layout.pp - 1)
         windows = ((window[:, :-1], window[:, 1:]) for window in self.job.windows(step, self.device))
         batches = [MicroBatch(x.reshape(-1), y.reshape(-1)) if at_end else None for x, y in windows]
-        update = self.parts.update(step)
+        update = self.parts.optimizer.begin(step)
         synchronise(self.device)
         begin = perf_counter()
         loss = executor.run(batches, 1.0 / self.job.tokens, update) / self.job.tokens
@@ -190,7 +190,7 @@ class LocalRank:
     def profile(self, rounds: int) -> Samples:
         """Time operators alone and together, as all ranks do at once; training begins anew afterwards."""
         profiler = Profiler(self.job.graphs, self.parts.model, self.mesh, self.streams)
-        samples = profiler.run(rounds, self.parts.buckets.square, lambda: self.optimizer.step(0))
+        samples = profiler.run(rounds, self.parts.buckets.square, self.optimizer.step)
         self.reset()
         return samples
 

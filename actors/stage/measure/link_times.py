@@ -5,7 +5,6 @@ nodes, messages between pipeline stages.
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
-from random import Random
 from typing import Any, Final
 
 import torch
@@ -120,11 +119,6 @@ class LinkTimes:
                         ns = self._time(axis, line.reduce_scatter(whole))
                         measured[f"{axis}/reduce_scatter"].append((whole.nbytes, ns))
         return dict(measured)
-
-    def drawn(self, random: Random, others: list[str]) -> list[str]:
-        """Return all of `names` and ``others`` in random order."""
-        names = sorted(others) + self.names
-        return random.sample(names, len(names))
 
     def _time(self, axis: str, launch: Launch) -> int:
         self._streams.lead()

@@ -294,8 +294,9 @@ class Profiler:
     def _spares_alone(self, rounds: int) -> None:
         """Time spare transfers alone, and those between nodes beside those inside nodes."""
         self._random.seed(f"{self.seed} transfers")
+        names = sorted(self._spares) + self._links.names
         for _ in range(rounds):
-            for name in self._links.drawn(self._random, list(self._spares)):
+            for name in self._random.sample(names, len(names)):
                 self._links.meet()
                 transfer = self._start_spare(name)
                 self.streams.wait(transfer)

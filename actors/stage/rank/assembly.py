@@ -2,7 +2,7 @@
 measurements on one GPU.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from braid.actors.stage.run.executor import Executor
 from braid.actors.stage.run.step_graph import step_graph
 from braid.actors.stage.run.streams import Streams
 from braid.actors.stage.state.buckets import RankBuckets
-from braid.actors.stage.state.optimizer import Optimizer, OptimizerSettings, StepUpdate, optimizer_settings
+from braid.actors.stage.state.optimizer import Optimizer, OptimizerSettings, optimizer_settings
 from braid.scheduling.generate.lower import scheduled_parts
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.model.layers import model_parts
@@ -118,10 +118,6 @@ class Assembly:
         self.streams.wait(transfer)
         told: IntArray = transfer.take().view(-1, *values.shape).cpu().numpy()
         return told
-
-    def update(self, step: int, intact: Callable[[], None] = lambda: None) -> StepUpdate:
-        """Return the update that ends step ``step`` (from 0). ``intact``: as for `StepUpdate`."""
-        return StepUpdate(self.optimizer, step, intact)
 
 
 def join(plan: RunPlan, rank: int, hosts: Sequence[str], groups: Groups) -> Mesh:

@@ -2,7 +2,7 @@
 
 import threading
 from datetime import timedelta
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -13,18 +13,14 @@ from braid.actors.stage.rank.groups import make_world
 from braid.actors.stage.rank.messages import Rendezvous
 from braid.actors.stage.rank.network import Connections, bind_gloo, store_on
 
-
-class RefersToGroups(Protocol):
-    """A CUDA graph with collectives, which refers to process groups."""
-
-    def drop(self) -> None:
-        """Drop the references to the groups; callable from any thread."""
+if TYPE_CHECKING:
+    from braid.actors.stage.run.step_graph import StepGraph
 
 
 class Membership:
     """Holds the store where ranks meet, the connections between them, and the rank's device."""
 
-    graph: RefersToGroups | None = None
+    graph: "StepGraph | None" = None
     """The CUDA graph of a step. It is dropped before the groups are destroyed: NCCL destroys no communicator
     that a graph still refers to.
     """

@@ -151,7 +151,7 @@ class Worker(Logged, Rank):
         executor.before = self._saboteur.before(step, self._parts.buckets)
         executor.transfers = self._saboteur.transfers(step)
         while True:
-            update = self._parts.update(step, self._membership.intact)
+            update = self._parts.optimizer.begin(step, self._membership.intact)
             loss_sum = executor.run(batches, 1.0 / (batch * self._shape.sequence), update)
             if update.applied or discarded or self._config.failure.on_nan != "retry":
                 break
@@ -208,7 +208,7 @@ class Worker(Logged, Rank):
             documents,
             choices_made.choices,
         )
-        samples = profiler.run(rounds, self._parts.buckets.square, lambda: self._parts.optimizer.step(0))
+        samples = profiler.run(rounds, self._parts.buckets.square, self._parts.optimizer.step)
         self._parts.buckets.zero()
         return samples
 

@@ -49,7 +49,7 @@ if TYPE_CHECKING:  # benchmarks on one GPU run where numpy is not installed
     from braid.actors.stage.model.routing import Routing
     from braid.actors.stage.rank.messages import RoutingSums
     from braid.actors.stage.state.buckets import RankBuckets
-    from braid.actors.stage.state.optimizer import StepUpdate
+    from braid.actors.stage.state.optimizer import Optimizer
 
 
 _Stretch = tuple[Stretch, tuple[Registers, ...], tuple[Bound, ...]]
@@ -87,7 +87,7 @@ class Executor:
         self.transfers: Callable[[Reduce | Gather], None] | None = None
         """Function called before every sum of gradients and every gather; drills inject faults there."""
         self._buckets = buckets
-        self._update: StepUpdate | None = None
+        self._update: Optimizer | None = None
         self._chunks = code.schedule.chunks
         self._sending: dict[Send, Transfer] = {}
         self._losses: list[Tensor] = []
@@ -121,7 +121,7 @@ class Executor:
 
     @torch.no_grad()
     def run(
-        self, batches: Sequence[MicroBatch | None], loss_scale: float, update: "StepUpdate | None" = None
+        self, batches: Sequence[MicroBatch | None], loss_scale: float, update: "Optimizer | None" = None
     ) -> float:
         """Run the code once; return the weighted sum of token losses on this rank (0.0 if it computes no
         loss).
@@ -270,10 +270,10 @@ class Executor:
             case Compute(what=Clip() as clip):
                 return self._timed(clip, lambda update: update.clip())
             case Compute(what=Update(chunk, bucket) as of_bucket):
-                return self._timed(of_bucket, lambda update: update.update(chunk, bucket))
+                return self._timed(of_bucket, lambda update: update.update((chunk, bucket)))
         raise AssertionError(operation)
 
-    def _timed(self, what: Norm | Step | Clip | Update, do: "Callable[[StepUpdate], None]") -> Bound:
+    def _timed(self, what: Norm | Step | Clip | Update, do: "Callable[[Optimizer], None]") -> Bound:
         label = Label(operator=name_of(what), stream=Stream.COMPUTE)
 
         def run(frames: Sequence[Registers], passes: Sequence[Pass]) -> None:

@@ -92,7 +92,7 @@ class Optimizer:
         """Events that end the reads of the state that run at the same time as later work."""
         self.settings = settings
         self._buckets = buckets
-        self._factor: float | None = None
+        self._factor: float | None
         """Factor that clips the step's gradients; None: gradients are not finite, and nothing is updated."""
         self.shards = buckets.shards
         """The shards that this rank updates, in the order of its parameters."""
@@ -104,7 +104,9 @@ class Optimizer:
         self._masters = dict(zip(self.shards, self.masters, strict=True))
         self.states: dict[Tensor, dict[str, Any]] = {}
         """A tensor or a `QuantisedMoment` of every kind of state, by master."""
-        self._lr = 0.0
+        self.gradient_norm = self.lr = 0.0
+        """The newest step's norm before clipping, and its learning rate."""
+        self.begin(0)
         keys = {id(shard): bucket.key for bucket in buckets.buckets for shard in bucket.shards}
         members: dict[BucketKey | None, list[tuple[Tensor, Shard]]] = {}
         for master, shard in zip(self.masters, self.shards, strict=True):
@@ -209,41 +211,50 @@ class Optimizer:
                 _average(group, 0.0)
             _publish(group)
 
-    def square(self) -> None:
+    def begin(self, step: int, intact: Callable[[], None] = lambda: None) -> "Optimizer":
+        """Begin the update of step ``step`` (from 0), of which a schedule names the calls; return the
+        optimizer.
+
+        ``intact`` raises if communication was broken off before the norm was complete: an abort leaves
+        garbage in the results of collectives, which looks like numbers.
+        """
+        self._step, self._intact, self._factor = step, intact, None
+        return self
+
+    @property
+    def applied(self) -> bool:
+        """Whether the present step's gradients are finite, so that they update the parameters."""
+        return self._factor is not None
+
+    def norm(self) -> None:
+        """Square and add up this rank's gradients, for the global norm."""
         self._buckets.square()
 
-    def step(self, step: int, intact: Callable[[], None] = lambda: None) -> tuple[float, float]:
-        """Call `clip`, then update all parameters; return the result of `clip`."""
-        norm, lr = self.clip(step, intact)
+    def step(self) -> None:
+        """Call `clip`, then update all parameters."""
+        self.clip()
         # Buckets whose shards other ranks update are cleared here, too.
         keys = [bucket.key for bucket in self._buckets.buckets] if self._buckets.cut else [None]
         for key in dict.fromkeys(keys):
             self.update(key)
-        return norm, lr
 
     @torch.no_grad()
-    def clip(self, step: int, intact: Callable[[], None] = lambda: None) -> tuple[float, float]:
-        """Decide whether and how to update, and let Muon update its matrices; return (gradient norm before
-        clipping, learning rate).
-
-        A norm that is not finite, which all ranks find alike, updates nothing. ``intact`` raises if
-        communication was broken off before the norm was complete: an abort leaves garbage in the results of
-        collectives, which looks like numbers.
+    def clip(self) -> None:
+        """Decide whether and how to update, and let Muon update its matrices. A norm that is not finite,
+        which all ranks find alike, updates nothing.
         """
-        norm, lr = float(self._buckets.norm()), self.settings.learning_rate(step)
-        intact()
+        self.gradient_norm = norm = float(self._buckets.norm())
+        self.lr = self.settings.learning_rate(self._step)
+        self._intact()
         if not math.isfinite(norm):
-            self._factor = None
             self._buckets.zero()
-            return norm, lr
+            return
         self.updates += 1
         limit = self.settings.clip_norm
         self._factor = limit / (norm + 1e-6) if limit and norm > limit else 1.0
-        self._lr = lr
         self._let_readers_end()
         if self._matrices is not None:
-            self._matrices.update(lr, self._factor)
-        return norm, lr
+            self._matrices.update(self.lr, self._factor)
 
     @torch.no_grad()
     def update(self, key: BucketKey | None) -> None:
@@ -256,7 +267,7 @@ class Optimizer:
             for rounded, gradient in group.rounded:
                 rounded.copy_(gradient)
             for adamw in group.adamw:
-                adamw.step(self._lr)
+                adamw.step(self.lr)
             for master, shard, rate in group.signed:
                 master.add_(shard.gradient.sign().to(master.dtype), alpha=-rate)
             _average(group, self.settings.average if self.updates > 1 else 0.0)
@@ -282,34 +293,6 @@ def _master(tensor: Tensor) -> Tensor:
     if main_gradient_dtype(tensor.dtype) == tensor.dtype:
         return tensor if tensor.is_leaf else tensor.detach()
     return tensor.detach().to(torch.float32)
-
-
-class StepUpdate:
-    """The update at the end of one step, divided into the calls that a schedule names."""
-
-    def __init__(self, optimizer: Optimizer, step: int, intact: Callable[[], None] = lambda: None) -> None:
-        """``step``: number of the step, from 0. ``intact``: see `Optimizer.clip`."""
-        self._optimizer, self._step, self._intact = optimizer, step, intact
-        self.gradient_norm = self.lr = 0.0
-        self.applied = False
-
-    def norm(self) -> None:
-        self._optimizer.square()
-
-    def step(self) -> None:
-        """Clip the gradients and update all parameters, if the gradients are finite."""
-        self._decided(*self._optimizer.step(self._step, self._intact))
-
-    def clip(self) -> None:
-        """Decide whether and how to update, before buckets are updated one by one."""
-        self._decided(*self._optimizer.clip(self._step, self._intact))
-
-    def update(self, chunk: int, bucket: int) -> None:
-        self._optimizer.update((chunk, bucket))
-
-    def _decided(self, norm: float, lr: float) -> None:
-        self.gradient_norm, self.lr = norm, lr
-        self.applied = math.isfinite(norm)
 
 
 def optimizer_settings(config: "Config") -> OptimizerSettings:
