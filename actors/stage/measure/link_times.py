@@ -5,7 +5,7 @@ nodes, messages between pipeline stages.
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -85,7 +85,7 @@ class LinkTimes:
         second, first = transfers = [start(name) for name in reversed(names)]
         for transfer in transfers:
             self._streams.wait(transfer)
-        ends = [self._between(begin, transfer.end) for transfer in (first, second)]
+        ends = [self._streams.between(begin, transfer.end) for transfer in (first, second)]
         for transfer in transfers:
             transfer.take()
         return Together(operator_ns=ends[0], other_ns=ends[1], both_ns=max(ends))
@@ -127,9 +127,8 @@ class LinkTimes:
             line.align()
         begin = self._streams.mark()
         transfer = self._streams.start(self._mesh.stream(axis), launch, awaited_next=True)
-        self._streams.wait(transfer)
-        transfer.take()
-        return self._between(begin, self._streams.mark())
+        self._streams.result_of(transfer)
+        return self._streams.between(begin, self._streams.mark())
 
     def _there_and_back(self, x: Tensor) -> int:
         """Return half of a round trip's time between neighbouring stages; 0 for a stage without neighbour."""
@@ -144,9 +143,5 @@ class LinkTimes:
         out, back = partial(line.send, x, other, 0), partial(line.receive, x, other, 0)
         for turn in (out, back) if stage < other else (back, out):
             transfer = self._streams.start(self._mesh.stream_to(other), turn(), awaited_next=True)
-            self._streams.wait(transfer)
-            transfer.take()
-        return self._between(begin, self._streams.mark()) // 2
-
-    def _between(self, begin: Any, end: Any) -> int:
-        return self._streams.nanoseconds(end) - self._streams.nanoseconds(begin)
+            self._streams.result_of(transfer)
+        return self._streams.between(begin, self._streams.mark()) // 2

@@ -194,7 +194,7 @@ class Profiler:
                 begin = self.streams.mark()
                 results = call(*arguments)
                 if counts and not beside:
-                    self._solo[key].append(self._between(begin, self.streams.mark()))
+                    self._solo[key].append(self.streams.between(begin, self.streams.mark()))
                     if key in self._in_pieces:
                         self._one_piece(call, *arguments, *results, key=key)
             if operator.writes:
@@ -218,7 +218,7 @@ class Profiler:
         begin = self.streams.mark()
         (part,) = call(x[:rows])
         Rows(held, piece, (self.mesh.place.on("tp"),)).place(into, part)
-        self._solo[first_piece(key, ways)].append(self._between(begin, self.streams.mark()))
+        self._solo[first_piece(key, ways)].append(self.streams.between(begin, self.streams.mark()))
 
     def _communicate(self, part: Part, operator: Operator, values: Values, *, meets: bool) -> int:
         (source, *more), (target,) = operator.reads, operator.writes
@@ -234,9 +234,8 @@ class Profiler:
             self._links.meet()
         begin = self.streams.mark()
         transfer = self._start(operator, x, extents, awaited_next=True)
-        self.streams.wait(transfer)
-        values[target] = transfer.take()
-        return self._between(begin, self.streams.mark())
+        values[target] = self.streams.result_of(transfer)
+        return self.streams.between(begin, self.streams.mark())
 
     def _start(
         self, operator: Operator, x: Tensor, extents: Sequence[Any], *, awaited_next: bool
@@ -261,18 +260,18 @@ class Profiler:
         transfer.take()
         taken = self.streams.mark()
         if counts:
-            after = min(self._between(ended, taken), self._between(transfer_end, taken))
-            self._handling[name].append((self._between(begin, issued), after))
-            both = max(self._between(begin, ended), self._between(begin, transfer_end))
+            after = min(self.streams.between(ended, taken), self.streams.between(transfer_end, taken))
+            self._handling[name].append((self.streams.between(begin, issued), after))
+            both = max(self.streams.between(begin, ended), self.streams.between(begin, transfer_end))
             self._together[key, name].append(
                 Together(
-                    operator_ns=self._between(started, ended),
-                    other_ns=self._between(begin, transfer_end),
+                    operator_ns=self.streams.between(started, ended),
+                    other_ns=self.streams.between(begin, transfer_end),
                     both_ns=both,
-                    delay_ns=self._between(begin, started),
+                    delay_ns=self.streams.between(begin, started),
                 )
             )
-        self._lasted[name] = self._between(begin, transfer_end)
+        self._lasted[name] = self.streams.between(begin, transfer_end)
         return results
 
     def _delay_ns(self, key: str, name: str) -> float:
@@ -300,7 +299,7 @@ class Profiler:
                 self._links.meet()
                 transfer = self._start_spare(name)
                 self.streams.wait(transfer)
-                self._spare_times[name].append(self._between(transfer.begin, transfer.end))
+                self._spare_times[name].append(self.streams.between(transfer.begin, transfer.end))
                 transfer.take()
         for pair in (*self._links.pairs, *self._of_two_links()):
             for _ in range(rounds):
@@ -332,7 +331,7 @@ class Profiler:
             return
         factor = torch.randn(_WARMING, _WARMING, device=self.model.context.device)
         product, begin = torch.empty_like(factor), self.streams.mark()
-        while self._between(begin, self.streams.mark()) < _WARM_NS:
+        while self.streams.between(begin, self.streams.mark()) < _WARM_NS:
             for _ in range(100):
                 torch.mm(factor, factor, out=product)
 
@@ -340,7 +339,4 @@ class Profiler:
         self.streams.lead()
         begin = self.streams.mark()
         what()
-        return self._between(begin, self.streams.mark())
-
-    def _between(self, begin: Any, end: Any) -> int:
-        return self.streams.nanoseconds(end) - self.streams.nanoseconds(begin)
+        return self.streams.between(begin, self.streams.mark())

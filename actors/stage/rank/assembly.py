@@ -115,8 +115,7 @@ class Assembly:
         own = torch.from_numpy(values).to(self.model.context.device)
         stream, launch = self.mesh.stream(axis), self.mesh.line(axis).all_gather(own)
         transfer = self.streams.start(stream, launch, awaited_next=True)
-        self.streams.wait(transfer)
-        told: IntArray = transfer.take().view(-1, *values.shape).cpu().numpy()
+        told: IntArray = self.streams.result_of(transfer).view(-1, *values.shape).cpu().numpy()
         return told
 
 

@@ -321,9 +321,7 @@ class Executor:
 
     def _sent(self, sent: Send, frees: Sequence[int]) -> Bound:
         def run(frames: Sequence[Registers], passes: Sequence[Pass]) -> None:
-            transfer = self._sending.pop(sent)
-            self._streams.wait(transfer)
-            transfer.take()
+            self._streams.result_of(self._sending.pop(sent))
             for register in frees:
                 frames[0][register] = None
 
@@ -348,9 +346,7 @@ class Executor:
         return run
 
     def _received(self, frame: Registers, register: int) -> None:
-        transfer = frame[register]
-        self._streams.wait(transfer)
-        frame[register] = transfer.take()
+        frame[register] = self._streams.result_of(frame[register])
 
     def _channel(self, moved: Pass, *, down: bool) -> tuple[Channel, str]:
         way = "down" if down else "up"

@@ -166,10 +166,7 @@ class StepGraph:
         self, runs: Passes, batches: Batches, loss_scale: float, key: tuple[object, ...]
     ) -> _CapturedPasses | None:
         """Capture the passes. If a rank fails, raise (``always``), or return None and never try again."""
-        static = [
-            b and replace(b, **{name: tensor.clone() for name, tensor in _tensors(b).items()})
-            for b in batches
-        ]
+        static = [_copied(batch) for batch in batches]
         result, failure = None, ""
         try:
             with self._streams.capture() as captured:
@@ -230,3 +227,8 @@ def _tensors(batch: MicroBatch | None) -> Mapping[str, Tensor]:
 
 def _shape(batch: MicroBatch | None) -> object:
     return tuple((name, tensor.shape) for name, tensor in _tensors(batch).items())
+
+
+def _copied(batch: MicroBatch | None) -> MicroBatch | None:
+    clones: dict[str, Any] = {name: tensor.clone() for name, tensor in _tensors(batch).items()}
+    return batch and replace(batch, **clones)

@@ -70,6 +70,11 @@ class Streams(ABC):
     def wait(self, transfer: Transfer) -> None:
         """Wait for a transfer, so that later work on the compute stream can use its result."""
 
+    def result_of(self, transfer: Transfer) -> Any:
+        """Wait for a transfer and return its result."""
+        self.wait(transfer)
+        return transfer.take()
+
     @abstractmethod
     def progress(self) -> int:
         """Return the number of marks that the device has passed: a cheap sign that the rank is alive."""
@@ -99,6 +104,10 @@ class Streams(ABC):
     @abstractmethod
     def nanoseconds(self, mark: Mark) -> int:
         """Return a mark as nanoseconds since a fixed point; wait for the device if necessary."""
+
+    def between(self, begin: Mark, end: Mark) -> int:
+        """Return the nanoseconds from one mark to another; wait for the device if necessary."""
+        return self.nanoseconds(end) - self.nanoseconds(begin)
 
     @abstractmethod
     def epoch_ns(self) -> int:
