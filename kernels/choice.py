@@ -129,8 +129,7 @@ def choices_folder(environment: Mapping[str, str]) -> Path:
 
 class KeptChoices:
     """Stored choices: one file per question in a folder, and in memory the choices that this process uses,
-    which do not depend on the files.
-    """
+    which do not depend on the files."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

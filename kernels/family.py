@@ -68,8 +68,7 @@ def chosen_family(choice: Choice) -> OperatorFamily:
 
 def names(operator: str) -> tuple[str, ...]:
     """Return the names of all implementations that an operator may have, PyTorch's first. For example
-    ``triton+cudnn`` computes rotary embedding by Triton and attention by cuDNN.
-    """
+    ``triton+cudnn`` computes rotary embedding by Triton and attention by cuDNN."""
     return tuple(_implementations(operator))
 
 

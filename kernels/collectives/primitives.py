@@ -10,7 +10,7 @@ On CPUs collectives are messages between ranks (`messages`), on GPUs kernels of 
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -52,6 +52,16 @@ class Launch:
     """What to do once the work is done, before the result is read; None: nothing."""
     sends: int = 0
     """Number of bytes that this rank sends, if the issuing thread has to write them (CPU)."""
+
+    def then(self, more: Callable[[], object]) -> "Launch":
+        """Return a launch that also calls ``more`` once its result has arrived."""
+
+        def finish() -> None:
+            if self.finish is not None:
+                self.finish()
+            more()
+
+        return replace(self, finish=finish)
 
 
 @dataclass(frozen=True)
@@ -151,8 +161,7 @@ class Line(Channel):
     @abstractmethod
     def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Work:
         """Send ``outgoing[peer]`` to every other rank and receive ``incoming[peer]`` from it. Empty tensors
-        are not transferred; both sides know which are empty.
-        """
+        are not transferred; both sides know which are empty."""
 
     @abstractmethod
     def _trade(self, x: Tensor, y: Tensor, to: int, source: int) -> Work:

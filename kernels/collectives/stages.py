@@ -18,18 +18,16 @@ def gather_stage(line: Line, x: Tensor, outer: int, into: Tensor | None = None) 
     if outer == 1:
         return line.all_gather(x, into=into)
     launch = line.all_gather(x)
-    arrived, finish = launch.result, launch.finish
+    arrived = launch.result
     y = torch.empty_like(arrived) if into is None else into
 
     def order() -> None:
-        if finish is not None:
-            finish()
         rows = x.shape[0] // outer
         y.view(outer, line.size, rows, *x.shape[1:]).copy_(
             arrived.view(line.size, outer, rows, *x.shape[1:]).transpose(0, 1)
         )
 
-    return replace(launch, result=y, finish=order)
+    return replace(launch.then(order), result=y)
 
 
 def scatter_stage(line: Line, x: Tensor, outer: int, into: Tensor | None = None) -> Launch:

@@ -27,8 +27,7 @@ BACKENDS: Final[Mapping[str, SDPBackend]] = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 """Torch's attention kernels that do not store the scores, by name. Most support few devices and dtypes; the
-first call raises RuntimeError if a kernel does not support its inputs.
-"""
+first call raises RuntimeError if a kernel does not support its inputs."""
 
 
 class Scaling(Hashable, Protocol):

@@ -119,8 +119,7 @@ def document_order(
     ranks: int, rank: int, sequence: int, documents: Sequence[int], sample: int | None = None
 ) -> TokenOrder:
     """Return the token order for a sample of several documents: the piece with most work is paired with the
-    piece with least work. With one document the result equals `causal_order`.
-    """
+    piece with least work. With one document the result equals `causal_order`."""
     order = replace(causal_order(ranks, rank, sequence), documents=tuple(documents), sample=sample)
     if ranks == 1:
         return order
@@ -175,8 +174,7 @@ class Documents:
 
 def documents_of(orders: Sequence[TokenOrder], *, restart: bool) -> Documents:
     """Make `Documents` of a micro-batch. ``restart``: count positions from the first token of each document,
-    not from that of the sample.
-    """
+    not from that of the sample."""
     counted = ((order, place) for order in orders for place in order.own)
     positions = [place - order.begin_of(place) if restart else place for order, place in counted]
     return Documents(tuple(orders), torch.tensor(positions))

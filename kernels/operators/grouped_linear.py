@@ -57,8 +57,7 @@ class GroupedLinear(ComputeOperator):
     def _at_once(self, x: Tensor) -> bool:
         """Return whether one kernel can multiply the rows of all experts: torch has such a kernel for bf16,
         row sizes that are multiples of 16 bytes, and Hopper and Blackwell; elsewhere torch would copy the
-        ends to the host.
-        """
+        ends to the host."""
         if not x.is_cuda or x.dtype != torch.bfloat16 or not x.shape[0]:
             return False
         if torch.cuda.get_device_capability(x.device)[0] not in (9, 10):

@@ -31,8 +31,7 @@ class Linear(ComputeOperator):
 
     def forward(self, x_TI: Tensor, *, inputs: slice = ALL, outputs: slice = ALL) -> tuple[Tensor]:
         """Return y_TO. ``inputs``: range of input features whose columns x has, so that y is a term of a sum;
-        the first range adds the bias. ``outputs``: range of output features that y gets.
-        """
+        the first range adds the bias. ``outputs``: range of output features that y gets."""
         bias: Tensor | None = None if inputs.start else self.bias
         if bias is not None and outputs is not ALL:
             bias = bias[outputs]
@@ -40,8 +39,7 @@ class Linear(ComputeOperator):
 
     def input_gradient(self, dy_TO: Tensor, *, inputs: slice = ALL, outputs: slice = ALL) -> tuple[Tensor]:
         """Return dx_TI; under column parallelism, or if dy has only the columns of some ``outputs``, dx is a
-        term of a sum. ``inputs``: range of input features that dx gets.
-        """
+        term of a sum. ``inputs``: range of input features that dx gets."""
         return (dy_TO @ self._weight(outputs, inputs),)
 
     def _weight(self, outputs: slice, inputs: slice) -> Tensor:

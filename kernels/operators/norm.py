@@ -30,8 +30,7 @@ def _for_kernel(parameter: Tensor, x_tD: Tensor) -> Tensor:
 
 class Norm(ComputeOperator):
     """Base of `RMSNorm` and `LayerNorm`. Gradients take dy, x, the statistics, and optionally ``d_skip``, the
-    gradient that reaches x through the residual connection around the norm.
-    """
+    gradient that reaches x through the residual connection around the norm."""
 
     centred = False
     """Whether the mean is subtracted and a bias is added."""

@@ -130,8 +130,7 @@ class Router(ComputeOperator):
 
     def _mixed(self, scores_tE: Tensor, choice_tk: Tensor) -> list[Tensor]:
         """Return for each choice the softmax (t x E) over the experts that compete for it
-        (``mixer_jitter``).
-        """
+        (``mixer_jitter``)."""
         left_tE, found = scores_tE, []
         for choice_t1 in choice_tk.split(1, dim=1):
             best_t1 = left_tE.max(dim=1, keepdim=True).values

@@ -32,8 +32,7 @@ def gather_kernel(
     BLOCK: tl.constexpr,
 ):
     """Copy a token's row to each place, times its gate if ``WEIGHTED``. A place without a token gets zeros, a
-    place whose source is out of range gets NaN.
-    """
+    place whose source is out of range gets NaN."""
     program = tl.program_id(0)
     place = (program // tiles_across).to(tl.int64)
     column = (program % tiles_across) * BLOCK + tl.arange(0, BLOCK)

@@ -38,8 +38,7 @@ Batches = list[MicroBatch | None]
 _Own = tuple[torch.Tensor, torch.Tensor | None, list[Documents]] | None
 """A rank's part of its replica's samples: tokens and their successors, 2 x N x s; weights of the successors'
 losses, N x s, None if all are 1; documents by micro-batch if tokens attend only to their own document. None
-on a rank that reads no tokens.
-"""
+on a rank that reads no tokens."""
 _Tokens = TypeVar("_Tokens")
 
 
@@ -187,8 +186,7 @@ class ReplicaSamples:
 
     def _numbers(self, start: int, own: _Own) -> torch.Tensor:
         """Return the numbers of this rank's tokens, M x t, in a step whose first sample has the place
-        ``start`` in the order of samples.
-        """
+        ``start`` in the order of samples."""
         train, sequence = self._config.train, self._train.sequence
         places_N = torch.from_numpy(self._mine(np.arange(start, start + train.global_batch)))
         orders = [order for documents in (own[2] if own else []) for order in documents.orders]
@@ -278,8 +276,7 @@ def documents_to_measure(
 
 def _by_degree(documents: Documents, layout: ParallelLayout, place: Place) -> dict[str, Documents]:
     """Return documents by input name: of the micro-batch, and of the part of its samples that this rank's
-    group processes in layers with their own tp degree.
-    """
+    group processes in layers with their own tp degree."""
     found = {documents_seen(): documents}
     for degree in layout.own_degrees:
         groups = layout.tp // degree

@@ -85,8 +85,7 @@ class DataIndex:
     sources: tuple[tuple[str, int, int], ...]  # path, bytes, modification time in ns
     token_bytes: tuple[Count, ...] = ()
     """Number of UTF-8 bytes of each token id's text, 0 for special tokens; empty in older data sets, and for
-    tokenizers that do not preserve the text.
-    """
+    tokenizers that do not preserve the text."""
     # The following fields are empty or 0 in older data sets.
     contents: tuple[str, ...] = ()  # format and SHA-256 of every source
     end_token: str = ""  # the name of end_of_document

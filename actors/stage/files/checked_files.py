@@ -26,8 +26,7 @@ class CheckedWriter(dcp.FileSystemWriter):
 
     def read_back(self) -> Digests:
         """Read this rank's files and return their digests; raise `OSError` (EIO) that names the first file
-        which differs from the written data.
-        """
+        which differs from the written data."""
         if (what := damage(self._directory, self._files.written, self._progress)) is not None:
             raise OSError(errno.EIO, f"what is read back is not what was written: {what}")
         return self._files.written

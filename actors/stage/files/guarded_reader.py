@@ -63,8 +63,7 @@ class GuardedReader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the table of contents, which is read once; raise `ValueError` if the file holds anything
-        else, `UnreadableError` if the file cannot be read.
-        """
+        else, `UnreadableError` if the file cannot be read."""
         if self._metadata is None:
             self._metadata = self._read()
         assert self._metadata.storage_meta is not None

@@ -1,6 +1,5 @@
 """Times transfers outside layers: sums and gathers over replicas, stages of collectives inside and between
-nodes, messages between pipeline stages.
-"""
+nodes, messages between pipeline stages."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -22,8 +21,7 @@ _ALONG: Final = ("tp", "pp", "dp", "edp", "ep", "replica")
 
 _LARGE: Final = 2**18
 """Number of elements of a sum that shows the rate of a link: about a bucket, or what a slow link transfers in
-a fortieth of a second.
-"""
+a fortieth of a second."""
 
 
 class LinkTimes:

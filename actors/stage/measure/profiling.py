@@ -63,8 +63,7 @@ class _Spare:
     """Numbers of rows for each rank, if the collective takes them; otherwise empty."""
     part: str
     """Name of the part in which the collective was met first; stages that share this part know the
-    collective. All stages measure layers of every kind.
-    """
+    collective. All stages measure layers of every kind."""
 
 
 @dataclass

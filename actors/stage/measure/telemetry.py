@@ -23,8 +23,7 @@ OPERATOR, _SINGLE_BLOCK, _PAIRED_BLOCK, _WAITING = map(
 )
 ALL, SOME, NEIGHBOURS = range(3)
 """Which ranks must have issued a collective before it can end: all members (`ALL`), members that exchange
-data (`SOME`), or a rank and its two neighbours on the axis (`NEIGHBOURS`).
-"""
+data (`SOME`), or a rank and its two neighbours on the axis (`NEIGHBOURS`)."""
 _MEETING = {Kind.ALL_TO_ALL.value: SOME, Kind.SEND_RECEIVE.value: NEIGHBOURS}
 MarkedSpan = tuple[Label, Pass | None, int, Mark, Mark]
 """A span: its label, the pass that names its block, its kind (index in `KINDS`), begin and end."""
@@ -78,8 +77,7 @@ class Recorder:
         """Times of these collectives over all members, by axis (see the function `_met`)."""
         self._fullest_bytes = 0
         """Bytes that the newest step's collectives sent between nodes: for each, those of the member that
-        sent most, added up.
-        """
+        sent most, added up."""
 
     def set_clock(self, ahead_ns: int) -> None:
         """Set by how many nanoseconds this host's wall clock is ahead of the clock that spans refer to."""

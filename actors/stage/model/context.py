@@ -77,8 +77,7 @@ class ModuleContext:
         self, names: dict[str, int], inputs: int, *, bias: bool = False, hidden: bool = True
     ) -> OperatorModule:
         """Build a linear map whose outputs are cut over ``tp``; ``names`` maps global names to output
-        widths. ``hidden``: whether outputs are hidden values (`GlobalParameter.hidden`).
-        """
+        widths. ``hidden``: whether outputs are hidden values (`GlobalParameter.hidden`)."""
         weights = [
             GlobalParameter(
                 name=f"{name}.weight", shape=(width, inputs), deviation=INITIAL_DEVIATION, hidden=hidden
@@ -93,8 +92,7 @@ class ModuleContext:
 
     def rows(self, name: str, inputs: int, outputs: int, *, matrix: str = "") -> OperatorModule:
         """Build a linear map whose inputs are cut over ``tp``. It feeds the residual stream, so initial
-        weights are smaller. ``matrix``: one of `lora.TARGETS` if the map can have adapters.
-        """
+        weights are smaller. ``matrix``: one of `lora.TARGETS` if the map can have adapters."""
         weight = GlobalParameter(name=f"{name}.weight", shape=(outputs, inputs), deviation=self.smaller)
         slices = {"weight": cut([weight], self.place, {1: self.tensor})}
         return self._linear(slices, [matrix], columns=False)

@@ -95,8 +95,7 @@ class TransformerLayer:
 
 def expert_modules(context: ModuleContext, name: str) -> dict[str, OperatorModule]:
     """Return the modules of a mixture of experts, by operator: experts are divided over ``ep``, the width of
-    each expert over ``tp``. ``name``: prefix of the layer.
-    """
+    each expert over ``tp``. ``name``: prefix of the layer."""
     shape, sizes, operators = context.shape, context.sizes, context.operators
     capacity = shape.capacity(sizes.local_tokens) if shape.capacity_factor else None
     rows = ExpertRows(

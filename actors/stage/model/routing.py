@@ -39,8 +39,7 @@ class Routing:
             len(self._layers), shape.experts + 3, dtype=torch.float64, device=model.context.device
         )
         """Visits of every expert, dropped visits, and the two auxiliary losses, in one tensor, so that one
-        copy reads all. Float64 counts exactly up to 2^53.
-        """
+        copy reads all. Float64 counts exactly up to 2^53."""
 
     def clear(self) -> None:
         """Set all sums to 0; called when a step begins."""

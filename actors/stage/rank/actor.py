@@ -24,8 +24,7 @@ class StageActor(Worker):
 
     def __init__(self, rank: int, inherited: Mapping[str, str]) -> None:
         """Start the rank; ``inherited``: environment variables of the run's command, set here since Ray would
-        show them as a runtime environment.
-        """
+        show them as a runtime environment."""
         os.environ.update(inherited)
         super().__init__(rank, ray.util.get_node_ip_address())
 

@@ -1,6 +1,5 @@
 """Assembles one rank from a run's plan, for workers, for tests on a simulated CUDA machine and for
-measurements on one GPU.
-"""
+measurements on one GPU."""
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta

@@ -12,8 +12,7 @@ def local_rank(rank: int, hosts: Sequence[str]) -> int:
 
 def device_of(choice: str, number: int) -> torch.device:
     """Return the device of a rank: the CPU, or a GPU. Ray shows a rank one GPU alone; otherwise GPU
-    ``number`` of the host is taken. Raise `ValueError` if the host lacks it.
-    """
+    ``number`` of the host is taken. Raise `ValueError` if the host lacks it."""
     if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     count = torch.cuda.device_count()

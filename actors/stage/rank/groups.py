@@ -37,8 +37,7 @@ MessageKind = tuple[Direction, str]
 class Mesh:
     """The process groups ("lines") of this rank, by mesh axis or by `Factor` of an axis; axes of degree 1
     have no line. Ranks of a line are numbered by their position on the axis. "ends" is the line of first and
-    last stage, where both hold the table that embedding and head share.
-    """
+    last stage, where both hold the table that embedding and head share."""
 
     layout: ParallelLayout
     rank: int
@@ -56,8 +55,7 @@ class Mesh:
 
     def line(self, axis: str) -> Line:
         """Return the line of an axis or factor; raise `ValueError` if the ranks' placement on nodes gives no
-        such factor.
-        """
+        such factor."""
         if axis not in self.lines:
             factors = ", ".join(name for name in self.lines if "." in name) or "none"
             raise ValueError(

@@ -22,8 +22,7 @@ class Membership:
 
     graph: "StepGraph | None" = None
     """The CUDA graph of a step. It is dropped before the groups are destroyed: NCCL destroys no communicator
-    that a graph still refers to.
-    """
+    that a graph still refers to."""
 
     def __init__(self, address: str) -> None:
         self.device = torch.device("cpu")

@@ -61,13 +61,11 @@ class Fault:
     """Name of the file in the run's directory that marks the fault as fired."""
     kind: FaultKind
     """Effect of the fault: SIGKILL (kill), SIGSTOP (stop), a NaN gradient (nan: once; skip: whenever the step
-    runs, so that the step is skipped), or a wait until `faults.let_go` (hold).
-    """
+    runs, so that the step is skipped), or a wait until `faults.let_go` (hold)."""
     rank: int
     step: int | None
     """Step of the fault, from 0; with phase "save", the first save after this step. None: as soon as the
-    fault is called (`faults.call`).
-    """
+    fault is called (`faults.call`)."""
     phase: FaultPhase
     place: float = 0.0
     """Share of the phase's blocks or transfers after which the fault fires, in [0, 1)."""
@@ -76,8 +74,7 @@ class Fault:
 @dataclass(frozen=True, kw_only=True)
 class CopiesHeld:
     """Copies in a rank's memory, named by step: of its own state, and of the state of rank ``partner``, which
-    sends its copies here.
-    """
+    sends its copies here."""
 
     own: tuple[int, ...]
     partner: int | None
@@ -171,8 +168,7 @@ MESSAGE: Final = "pp/message"
 """Name, in measurements, of messages between neighbouring stages that run at the same time as an operator."""
 SUM: Final = "dp/sum"
 """Name, in measurements, of a sum of gradients that runs at the same time as an operator; along a factor of
-an axis the name ends alike.
-"""
+an axis the name ends alike."""
 OUTSIDE: Final = ("/message", "/sum")
 """Suffixes of the names of transfers that are not collectives of a layer."""
 
@@ -206,8 +202,7 @@ class Samples:
     """Times of spare transfers (run for measurement only) alone, by class."""
     handling: Mapping[str, list[tuple[int, int]]]
     """Time for which the rank itself was busy with a spare transfer beside an operator, by class: to start
-    the transfer, and to continue after its end.
-    """
+    the transfer, and to continue after its end."""
     spare_of: Mapping[str, str]
     """Class of every collective of the graphs; collectives of equal kind, axis and size are of one class."""
     transfers: Mapping[str, list[tuple[int, int]]]

@@ -220,8 +220,7 @@ class Binder:
         self, frame: Frame, writes: Sequence[int], whole: DimRanks
     ) -> Callable[[Registers], None] | None:
         """Return a function that copies a piece into the whole value, which the first piece allocates; None
-        if the operation writes no whole value.
-        """
+        if the operation writes no whole value."""
         if len(writes) == 1:
             return None
         piece, target = writes

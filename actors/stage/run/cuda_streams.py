@@ -187,8 +187,7 @@ def _after(begin: Event, mark: Event) -> bool:
 
 _LEAD_NS = 2_000_000
 """Nanoseconds by which `lead` occupies the device: a layer's longest operator takes the host some 20
-launches, of 5 to 10 us each.
-"""
+launches, of 5 to 10 us each."""
 _MANY = 4096
 """Greatest number of marks that are stored before they are queried."""
 _FAR_NS = 1_000_000_000

@@ -75,8 +75,7 @@ class Executor:
         """``buckets``: parameters and gradients; None for code without sums and gathers. ``watch`` is called
         after every operation, before registers are freed. ``graph`` captures the operations before the
         update. ``routing`` adds up the routers' statistics. ``around`` returns a function to run in place
-        of an operation's.
-        """
+        of an operation's."""
         self._model, self._mesh, self._streams, self._recorder = model, mesh, streams, recorder
         self._binder = Binder(model, mesh, streams, recorder, routing)
         self._watch, self._around, self.graph, self._routing = watch, around, graph, routing
@@ -329,8 +328,7 @@ class Executor:
 
     def _receive(self, received: Receive, register: int) -> Bound:
         """Bind a receive. A receive is not recorded as communication: most of its time is a wait for the
-        previous stage's compute, which is pipeline bubble; the sender's span shows the message.
-        """
+        previous stage's compute, which is pipeline bubble; the sender's span shows the message."""
         tag = self._tag(received.moved)
         line, lane = self._channel(received.moved, down=received.stage < self._mesh.position["pp"])
         dtype, device = self._model.context.dtype, self._model.context.device

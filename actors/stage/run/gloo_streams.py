@@ -121,8 +121,7 @@ class HostStreams(Streams):
 
 _SMALL_BYTES = 128 << 10
 """Messages up to this size are issued by the caller: to hand a message to a thread on the same CPU takes
-about as long as the operator that hides the message (docs/log.md).
-"""
+about as long as the operator that hides the message (docs/log.md)."""
 
 
 def _issue_all(orders: "queue.SimpleQueue[_Order | None]") -> None:

@@ -13,7 +13,6 @@ and gradients are two flat memories of the bucket's layout:
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import cached_property
 from itertools import groupby, pairwise
 from math import prod
@@ -43,8 +42,7 @@ class Bucket:
         index: int = 0,
     ) -> None:
         """``key``: chunk, and the bucket's number in the chunk. ``axes``: axes over which gradients are
-        summed. ``ways``: number of shards; ``index``: number of this rank's shard.
-        """
+        summed. ``ways``: number of shards; ``index``: number of this rank's shard."""
         self.key, self.axes, self.members = key, axes, tuple(members)
         self.trained = members[0].trained
         self.ways, self.index = ways, index
@@ -180,7 +178,7 @@ class Bucket:
             target.copy_(result)
             del self.rounded[axis]
 
-        return sent, _followed(launch, widen)
+        return sent, launch.then(widen)
 
     def _summing(
         self, line: Line, move: Move | None, whole: Tensor, shard: Tensor, *, scatters: bool
@@ -199,7 +197,7 @@ class Bucket:
             launch = gather_stage(line, x, move.outer, into=whole if fits else None)
             if move.last and not fits:
                 arrived = launch.result
-                return _followed(launch, lambda: whole.copy_(arrived[: whole.numel()]))
+                return launch.then(lambda: whole.copy_(arrived[: whole.numel()]))
         if not move.last:
             self._between["sum"] = launch.result
         return launch
@@ -253,18 +251,6 @@ class FlatMemory:
         self.whole = None
         for member in self._bucket.members:
             self._lay(member, None)
-
-
-def _followed(launch: Launch, then: Callable[[], object]) -> Launch:
-    """Return a launch that calls ``then`` once its result has arrived."""
-    finish = launch.finish
-
-    def both() -> None:
-        if finish is not None:
-            finish()
-        then()
-
-    return replace(launch, finish=both)
 
 
 def buckets_of(

@@ -33,8 +33,7 @@ class RankBuckets:
         """``deterministic``: sums of fp32 gradients are stored in float64, where they are exact if the terms
         of an element lie within a factor of about 2^25; then neither the order of summation nor the number of
         data-parallel ranks changes the sums (docs/design.md, The runtime). This doubles the memory of
-        gradients. ``reduce_dtype``: dtype to which gradients are rounded before ranks sum them.
-        """
+        gradients. ``reduce_dtype``: dtype to which gradients are rounded before ranks sum them."""
         self._mesh, self._streams, self._recorder = mesh, streams, recorder
         self._reduce_dtype = reduce_dtype
         self.buckets = buckets_of(parameters, mesh.place)
@@ -177,8 +176,7 @@ class RankBuckets:
 
 class _GlobalNorm:
     """Sums squares per global parameter, then over the parameters in one fixed order, so that layouts that
-    compute the same gradients bit for bit also clip them by the same factor.
-    """
+    compute the same gradients bit for bit also clip them by the same factor."""
 
     def __init__(self, shards: Sequence[Shard], mesh: Mesh, device: torch.device) -> None:
         first_stage = mesh.position["pp"] == 0

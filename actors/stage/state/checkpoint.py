@@ -142,8 +142,7 @@ class Saves:
     def finished(self, *, wait: bool, intact: Callable[[], None] = lambda: None) -> Written | None:
         """Return the result of the newest background save; None while it is under way. ``wait``: wait for its
         end. ``intact`` raises if communication was broken off, which a thread that writes to a slow disk does
-        not notice.
-        """
+        not notice."""
         if self._thread is not None:
             with self._waiting():
                 while wait and self._thread.is_alive():

@@ -218,8 +218,7 @@ class Copies:
 
     def state_of(self, target: int, rank: int, step: int) -> HostState:
         """Return the state of rank ``target`` after ``step`` steps, which this ``rank`` stores; where both
-        ranks hold the same slices, this is the state of ``rank`` itself.
-        """
+        ranks hold the same slices, this is the state of ``rank`` itself."""
         assert self._mesh is not None
         same = step in self._own and target in self._mesh.holders(rank)
         return (self._own if same else self._partners)[step]

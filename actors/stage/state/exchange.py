@@ -1,6 +1,5 @@
 """Weights read from and written to Hugging Face directories, tensor by tensor (`hub_files` maps the tensors),
-and adapters written as `peft` reads them.
-"""
+and adapters written as `peft` reads them."""
 
 import contextlib
 import json

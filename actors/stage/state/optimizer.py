@@ -169,8 +169,7 @@ class Optimizer:
     @torch.no_grad()
     def read_beside(self, read: Callable[[], None]) -> Event | None:
         """Read the present state on a separate stream; return the event that ends the read, for which the
-        next change of the state waits. On a CPU the state is read at once, and None is returned.
-        """
+        next change of the state waits. On a CPU the state is read at once, and None is returned."""
         device = self._accelerator
         if device is None:
             read()
@@ -241,8 +240,7 @@ class Optimizer:
     @torch.no_grad()
     def clip(self) -> None:
         """Decide whether and how to update, and let Muon update its matrices. A norm that is not finite,
-        which all ranks find alike, updates nothing.
-        """
+        which all ranks find alike, updates nothing."""
         self.gradient_norm = norm = float(self._buckets.norm())
         self.lr = self.settings.learning_rate(self._step)
         self._intact()

@@ -37,8 +37,7 @@ class GlobalParameter:
     """Whether it belongs to an adapter; if the model has adapters, only these are trained."""
     sign_rate: float = 0.0
     """Size of a step against the sign of the gradient, for the bias that balances experts; the gradient of
-    this bias does not come from the loss and is not part of the norm. 0: AdamW updates the parameter.
-    """
+    this bias does not come from the loss and is not part of the norm. 0: AdamW updates the parameter."""
 
     hidden: bool = True
     """Whether rows and columns of a matrix are hidden values; False where one of both are tokens, positions
@@ -235,8 +234,7 @@ class StageParameter:
     def summed_over(self, mesh: MeshShape) -> tuple[str, ...]:
         """Return the mesh factors over which the gradient is summed: ranks along these factors hold equal
         parameters and process different data. "pp" is left out: stages process the same data with parameters
-        of their own.
-        """
+        of their own."""
         cut = self.factors
         return tuple(name for name, size in mesh.factors if size > 1 and name != "pp" and name not in cut)
 
