@@ -25,10 +25,7 @@ MOE = replace(SHAPE, family="moe", experts=4, top_k=2, shared_experts=1)
 LAYOUTS = [
     (ParallelLayout(), SHAPE),
     (ParallelLayout(tp=2), SHAPE),
-    (ParallelLayout(dp=2, zero=3), SHAPE),
-    (ParallelLayout(dp=2, ep=2), MOE),
     (ParallelLayout(dp=4, ep=2, zero=2), MOE),
-    (ParallelLayout(dp=2, tp=2, zero=1), SHAPE),
     (ParallelLayout(tp=2, tensor_degrees=(2, 1, 1, 2)), SHAPE),
     (ParallelLayout(dp=4, zero=3, shards=2), SHAPE),
 ]
