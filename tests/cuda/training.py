@@ -21,7 +21,7 @@ from torch import Tensor
 from braid.actors.config import Config, TrainConfig, parse_config
 from braid.actors.controller.planning import model_graphs, setting_of
 from braid.actors.stage.data.samples import Batches, ReplicaSamples
-from braid.actors.stage.measure.memory_meter import held_bytes
+from braid.actors.stage.measure.memory import held_bytes
 from braid.actors.stage.measure.telemetry import Recorder
 from braid.actors.stage.rank.assembly import Assembly, assemble, join
 from braid.actors.stage.rank.messages import RunPlan

@@ -14,8 +14,7 @@ import torch
 from braid.actors.stage.data.samples import ReplicaSamples, documents_to_measure
 from braid.actors.stage.files.digests import damage_in_share
 from braid.actors.stage.measure.kernel_uses import KernelChoice
-from braid.actors.stage.measure.memory_meter import MemoryMeter
-from braid.actors.stage.measure.peak_memory import PeakMemory
+from braid.actors.stage.measure.memory import PeakMemory, held_bytes
 from braid.actors.stage.measure.profiling import Profiler
 from braid.actors.stage.measure.span_stream import Sink, SocketSink, SpanStream
 from braid.actors.stage.measure.telemetry import Recorder
@@ -45,6 +44,7 @@ from braid.actors.stage.state.checkpoint import Saves, held_slices, load_checkpo
 from braid.actors.stage.state.copies import Copies
 from braid.actors.stage.state.exchange import load_initial
 from braid.scheduling.generate.lower import validation_schedule
+from braid.scheduling.schedule.operations import Operation
 from braid.scheduling.schedule.validate import linked
 
 
@@ -196,9 +196,9 @@ class Worker(Logged, Rank):
 
     def profile(self, rounds: int, seed: int) -> Samples:
         documents = documents_to_measure(self._samples, self._config, self._parts.model.context)
-        choices_made = ChoicesMade(self._parts.model)
+        recorder, choices_made = Recorder(self._parts.streams), ChoicesMade(self._parts.model)
         if choices_made.wanted and self._samples is not None:
-            self._run_again(0, routing=choices_made)
+            self._run_again(self._parts.bind(self._parts.code, recorder=recorder, routing=choices_made), 0)
         profiler = Profiler(
             self._parts.parts,
             self._parts.model,
@@ -213,15 +213,18 @@ class Worker(Logged, Rank):
         return samples
 
     def activation_bytes(self, step: int) -> int:
-        meter = MemoryMeter(lambda: self._parts.buckets.passing)
-        self._run_again(step, watch=meter)
-        return meter.peak_bytes
+        peak = 0
 
-    def _run_again(self, step: int, **watching: Any) -> None:
+        def watch(operation: Operation) -> None:
+            nonlocal peak
+            peak = max(peak, held_bytes(executor.held(), self._parts.buckets.passing))
+
+        executor = self._parts.bind(self._parts.code, recorder=Recorder(self._parts.streams), watch=watch)
+        self._run_again(executor, step)
+        return peak
+
+    def _run_again(self, executor: Executor, step: int) -> None:
         assert self._samples is not None
-        executor = self._parts.bind(self._parts.code, recorder=Recorder(self._parts.streams), **watching)
-        if (meter := watching.get("watch")) is not None:
-            meter.executor = executor
         tokens = self._config.train.global_batch * self._shape.sequence
         executor.run(self._samples.of_step(step), 1.0 / tokens)
         self._parts.buckets.zero()
