@@ -31,7 +31,7 @@ from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.ranks.group import WorkerGroup, rendezvous
 from braid.actors.controller.ranks.processes import LOOPBACK, ProcessLauncher
 from braid.actors.stage.data.mixture import open_splits
-from braid.actors.stage.measure.peak_memory import PeakMemory
+from braid.actors.stage.measure.memory import PeakMemory
 from braid.actors.stage.rank.assembly import DTYPES
 from braid.actors.stage.rank.interface import Rank
 from braid.actors.stage.rank.messages import Rendezvous, RunPlan
