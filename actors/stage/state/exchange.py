@@ -47,7 +47,7 @@ def load_initial(
     hub = HubDirectory.open(directory)
     hub.check(shape)
     homes: dict[tuple[str, int | None], tuple[StoredTensor, int]] = {}
-    for tensor in hub.tensors(shape):
+    for tensor in stored_tensors(shape):
         row = 0
         for name, rows in tensor.sources:
             homes[name, tensor.expert] = (tensor, row)
@@ -80,8 +80,7 @@ def _boxes(
 
 def _read(part: Any, tensor: StoredTensor, box: Sequence[slice], row: int) -> Tensor:
     """Read a box of a global parameter, whose rows begin at row ``row`` of the stored (stacked) tensor."""
-    extents, rows = list(box), len(tensor.leading)
-    extents[rows] = slice(row + box[rows].start, row + box[rows].stop)
+    extents = [slice(row + box[0].start, row + box[0].stop), *box[1:]]
     values: Tensor = part[tuple(reversed(extents) if tensor.transposed else extents)]
     return values.t() if tensor.transposed else values
 
