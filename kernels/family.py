@@ -33,7 +33,6 @@ class OperatorFamily:
 TORCH: Final = OperatorFamily()
 
 Kind = Callable[..., ComputeOperator]
-"""Constructor of one operator of a family."""
 Choice = Mapping[str, str]
 """Implementations by operator (field of `OperatorFamily`); others are PyTorch's."""
 

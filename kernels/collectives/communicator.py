@@ -175,7 +175,7 @@ class Pairs(Channel):
             self.pairs[other].warm_up()
 
     def _turn(self, other: int) -> int:
-        """Return a pair's round, on which all ranks agree: other pairs of its ranks have others."""
+        """Return the round of a pair: 0, 1 or 2, another one for pairs with a common rank."""
         first, second = sorted((self.rank, other))
         if second - first == 1:
             return first % 2

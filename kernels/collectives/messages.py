@@ -25,7 +25,7 @@ class MessageLine(Line):
 
     group: dist.ProcessGroup
     upward: dist.ProcessGroup | None = None
-    """Process group for messages to later ranks; None: that of both directions, ``group``."""
+    """Process group for messages to later ranks; None: ``group`` has both directions."""
 
     @property
     def rank(self) -> int:

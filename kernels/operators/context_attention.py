@@ -144,7 +144,7 @@ class GatheredAttention(_ContextAttention):
     def _pieces(
         self, by_rank: Tensor, ordered: Tensor, samples: int, documents: Documents | None
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield every piece as two views: where ranks are in order, and in the sample's order."""
+        """Yield two views of every piece: in the tensor ordered by rank, and in the sample's order."""
         ranks, each = len(self.order.pieces), len(self.order.pieces[0])
         by_rank_rbpl = by_rank.view(ranks, samples, each, self.order.length, -1)
         ordered_bpl = ordered.view(samples, ranks * each, self.order.length, -1)

@@ -26,7 +26,7 @@ class AttentionBlock:
     queries: slice
     keys: slice
     causal: bool
-    """True: query i of as many attends to keys 0 to i. False: to all keys."""
+    """True: query i attends to keys 0 to i, as many as queries. False: to all keys."""
     samples: slice
     """Range of samples of the micro-batch."""
 

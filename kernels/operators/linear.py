@@ -18,7 +18,6 @@ from braid.kernels.operators.dropout import dropped
 from braid.kernels.operators.operator import ComputeOperator, Home
 
 ALL = slice(None)
-"""Slice of all columns, the default."""
 
 
 class Linear(ComputeOperator):

@@ -29,7 +29,7 @@ class Places:
     """Whether every visit has a row and every row a visit, so that there is no -1."""
 
     def gather(self, x_tD: Tensor, gates_tk: Tensor | None = None) -> Tensor:
-        """Return rows_nD: the token of a row's visit, times its gate if given; else 0."""
+        """Return rows_nD: the token of a row's visit, times its gate if given; 0 without a visit."""
         rows, choices = self.sources_n.shape[0], self.slots_tk.shape[1]
         if not x_tD.shape[0]:
             return x_tD.new_zeros(rows, x_tD.shape[1])

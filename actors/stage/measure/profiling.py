@@ -42,7 +42,6 @@ from braid.scheduling.model.operators import Graph, Kind, Operator, Part, Precis
 from braid.scheduling.text.pattern import is_layer, own_degree
 
 Values = dict[str, Any]
-"""Values of a part, by name."""
 
 _ROOM = 1.5
 """An operator begins so many of its durations before a transfer's end, at the latest, to end first."""
@@ -290,7 +289,7 @@ class Profiler:
         return self._start(spare.operator, spare.x, spare.extents, awaited_next=False)
 
     def _spares_alone(self, rounds: int) -> None:
-        """Time spare transfers alone, and those between nodes beside those inside nodes."""
+        """Time spare transfers alone, and pairs of transfers inside and between nodes together."""
         self._random.seed(f"{self.seed} transfers")
         names = sorted(self._spares) + self._links.names
         for _ in range(rounds):

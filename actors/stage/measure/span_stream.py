@@ -54,7 +54,6 @@ class SpanStream:
         self._broken = False
         self._sequence = self._in_hand = 0
         self.dropped = 0
-        """Number of spans that were dropped."""
         self.every = 1
         """Interval of streaming, in steps: spans of every n-th step are streamed."""
         self._interval_s, self._budget = interval_s, budget

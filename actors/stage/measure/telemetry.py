@@ -30,7 +30,7 @@ MarkedSpan = tuple[Label, Pass | None, int, Mark, Mark]
 Rows = tuple[MarkedSpan, ...]
 """Spans that a recorder has given away."""
 Exchange = Callable[[str, IntArray], IntArray]
-"""Gathers this rank's array (n, 4) along an axis: returns those of all its ranks (ranks, n, 4)."""
+"""Function of an axis and this rank's array (n, 4): the arrays of all its ranks, (ranks, n, 4)."""
 _STRAND = {strand: STRANDS.index(strand.value) for strand in Strand}
 _DIRECTION = {
     Direction.FORWARD: DIRECTIONS.index("forward"),

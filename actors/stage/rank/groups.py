@@ -46,7 +46,6 @@ class Mesh:
     lines: dict[str, Line]
     channels: dict[MessageKind, Channel]
     groups: "Groups | None" = None
-    """The object that made the lines."""
 
     @property
     def position(self) -> Position:

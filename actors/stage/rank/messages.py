@@ -120,7 +120,6 @@ class RunPlan:
     serial: SerialStep | None = None
     """The simulated step without any overlap; None without a profile."""
     faults: tuple[Fault, ...] = ()
-    """Faults that a drill injects."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +146,6 @@ class StepResult:
     seconds: float
     overlap: OverlapNumbers
     peak_bytes: int
-    """Peak bytes in use during the step."""
     lifetime_peak_bytes: int
     """Peak bytes in use since the rank's process began."""
     applied: bool = True

@@ -158,7 +158,6 @@ class ParameterSlice:
     source: GlobalParameter
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    """Sizes of the box, by dimension."""
     begin: int = 0
     """Index of the slice's first element in the local parameter as a flat tensor."""
     factors: tuple[str, ...] = ()
