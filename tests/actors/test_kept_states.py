@@ -111,6 +111,8 @@ def run_rank(rank: int, folder: str, port: int, kind: str) -> None:
 def saved_and_restored(rank: int, home: Path, kind: str) -> None:
     trained, copies = Trained(rank, kind), Copies()
     optimizer = trained.optimizer
+    with pytest.raises(ValueError, match=r"checkpoint.copies_mb=1: copies in memory take \d+ MiB"):
+        copies.join(optimizer, LAYOUT, LAYOUT.mesh, 1, 1 << 20, LIMIT)
     copies.join(optimizer, LAYOUT, LAYOUT.mesh, 1, None, LIMIT)
     saves = Saves(optimizer, save_group(LIMIT))
     trained.train(0, SAVED)
