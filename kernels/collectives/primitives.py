@@ -4,6 +4,11 @@ Each prepares its tensors on the current stream and returns a `Launch`: the tens
 and a function that issues the collective, perhaps on another stream. The result must not be read until the
 issued work is done and `Launch.finish` was called. ``x`` is (tokens, ...).
 
+A stage of a collective goes over the ranks along one dim of a mesh. Rows of ranks along the dims of a mesh
+[N1, ..., Nd] are ordered by these dims, the last dim fastest. A stage over dim k moves blocks of N(k+1) x ...
+x Nd ranks' rows. If a tensor also spans dims before k (``outer`` blocks), the blocks that a collective returns
+in rank order must be reordered.
+
 On CPUs collectives are messages between ranks (`messages`), on GPUs kernels of a communicator
 (`communicator`).
 """
@@ -212,3 +217,34 @@ class Line(Channel):
                 so_far = torch.add(so_far, part, out=y if last else arrived[int(own == 0)])
 
         return Launch(y, lambda: self._exchange(parts, arrived), total, x.nbytes - y.nbytes)
+
+
+def gather_stage(line: Line, x: Tensor, outer: int, into: Tensor | None = None) -> Launch:
+    """Gather (outer x t, ...) of every rank to (outer x ranks x t, ...), in new memory or ``into``."""
+    if outer == 1:
+        return line.all_gather(x, into=into)
+    launch = line.all_gather(x)
+    arrived = launch.result
+    y = torch.empty_like(arrived) if into is None else into
+
+    def order() -> None:
+        rows = x.shape[0] // outer
+        y.view(outer, line.size, rows, *x.shape[1:]).copy_(
+            arrived.view(line.size, outer, rows, *x.shape[1:]).transpose(0, 1)
+        )
+
+    return replace(launch.then(order), result=y)
+
+
+def scatter_stage(line: Line, x: Tensor, outer: int, into: Tensor | None = None) -> Launch:
+    """Sum over the ranks and scatter (outer x ranks x t, ...) to (outer x t, ...) or ``into``."""
+    if outer > 1:
+        rows = x.shape[0] // (outer * line.size)
+        x = x.reshape(outer, line.size, rows, *x.shape[1:]).transpose(0, 1).reshape(x.shape)
+    return line.reduce_scatter(x, into=into)
+
+
+def whole_shares(x: Tensor, ranks: int) -> Tensor:
+    """Return x (1-dim), if ``ranks`` do not divide its length a copy with zeros at the end."""
+    missing = -x.numel() % ranks
+    return torch.cat([x, x.new_zeros(missing)]) if missing else x

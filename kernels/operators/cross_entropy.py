@@ -19,8 +19,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from braid.kernels.operators.embedding import VocabularyShard
 from braid.kernels.operators.operator import ComputeOperator, wide
-from braid.kernels.operators.vocabulary import VocabularyShard
 
 _CPU_CHUNK_BYTES = 1 << 20  # stays in a core's second-level cache: measured 2.5x faster than the whole matrix
 _DEVICE_CHUNK_BYTES = 1 << 28  # on devices, launches cost time and only the temporary's size matters

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from braid.actors.stage.files import checked_files
+from braid.actors.stage.files import checkpoint_files
 from braid.actors.stage.files.digests import damage
 from braid.actors.stage.measure.telemetry import Recorder
 from braid.actors.stage.rank.groups import build_mesh, make_world
@@ -219,7 +219,7 @@ def run_saving_rank(rank: int, folder: str, port: int, asynchronous: bool, limit
         dist.barrier()
         group = dist.new_group(backend="gloo", timeout=SHORT) if limited else save_group(SHORT)
         saves = Saves(trained.optimizer, group)
-        stream = checked_files._HashedStream
+        stream = checkpoint_files._HashedStream
         write = partial(slow, stream.write, time.monotonic()) if rank == 1 else stream.write
         with patch.object(stream, "write", lambda *arguments: write(*arguments)):
             written, told = watched(saves, lambda: saved(saves, Path(folder), asynchronous))

@@ -16,7 +16,7 @@ from braid.actors.stage.rank.groups import build_mesh
 from braid.actors.stage.rank.messages import Samples
 from braid.actors.stage.run.cuda_streams import CudaStreams
 from braid.actors.stage.state.buckets import RankBuckets
-from braid.kernels.operators.vocabulary import VocabularyShard
+from braid.kernels.operators.embedding import VocabularyShard
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.model.layers import built_in_parts
 from braid.scheduling.model.operators import Operator

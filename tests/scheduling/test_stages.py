@@ -11,8 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from braid.kernels.collectives.primitives import Launch, gathered, scattered
-from braid.kernels.collectives.stages import gather_stage, scatter_stage, whole_shares
+from braid.kernels.collectives.primitives import (
+    Launch,
+    gather_stage,
+    gathered,
+    scatter_stage,
+    scattered,
+    whole_shares,
+)
 from braid.scheduling.generate.lower import training_schedule
 from braid.scheduling.mesh.mesh import place_in, sub_groups
 from braid.scheduling.mesh.partition import Partition, Target

@@ -1,7 +1,7 @@
 """Checksums of a checkpoint's files.
 
 A checkpoint of a large model is hashed by all its ranks, each of which hashes its share, and never by one
-process alone: while ranks write it (`checked_files.py`), when they read back the written data, and before
+process alone: while ranks write it (`checkpoint_files.py`), when they read back the written data, and before
 they load it.
 """
 

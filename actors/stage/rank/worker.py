@@ -3,9 +3,10 @@
 import gc
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -332,3 +333,29 @@ class Worker(Logged, Rank):
 
     def process_id(self) -> int:
         return os.getpid()
+
+
+class JoinedWorker(Worker):
+    """A rank in a process that torchrun has started: its spans travel over a connection to the controller."""
+
+    def __init__(self, rank: int, address: str, connect: Callable[[], Connection]) -> None:
+        """``connect``: opens a connection for this rank's spans."""
+        super().__init__(rank, address)
+        self._connect = connect
+
+    def _span_sink(self, target: Any) -> Sink:
+        return ConnectionSink(self._connect())
+
+
+class ConnectionSink:
+    """Sends batches over a connection."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def send(self, batch: bytes) -> bool:
+        self._connection.send_bytes(batch)
+        return True
+
+    def close(self, timeout_s: float) -> None:
+        self._connection.close()

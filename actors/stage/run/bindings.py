@@ -17,8 +17,7 @@ from braid.actors.stage.model.model import PartInstance, StageModel
 from braid.actors.stage.rank.groups import Mesh
 from braid.actors.stage.run.regions import Rows
 from braid.actors.stage.run.streams import Streams, Transfer
-from braid.kernels.collectives.primitives import Launch
-from braid.kernels.collectives.stages import gather_stage, scatter_stage
+from braid.kernels.collectives.primitives import Launch, gather_stage, scatter_stage
 from braid.kernels.operators.linear import Linear
 from braid.kernels.operators.operator import ComputeOperator
 from braid.scheduling.mesh.mesh import place_in

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from braid.actors.stage.state.parameters import Place, StageParameter, main_gradient_dtype
 from braid.actors.stage.state.shards import Shard, shard_of
-from braid.kernels.collectives.primitives import Launch, Line
-from braid.kernels.collectives.stages import gather_stage, scatter_stage, whole_shares
+from braid.kernels.collectives.primitives import Launch, Line, gather_stage, scatter_stage, whole_shares
 from braid.scheduling.mesh.mesh import MeshShape
 from braid.scheduling.model.operators import Kind
 from braid.scheduling.model.stages import Move

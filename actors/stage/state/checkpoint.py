@@ -21,9 +21,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from braid.actors.stage.files.checked_files import CheckedWriter
+from braid.actors.stage.files.checkpoint_files import CheckedWriter, FailedTogetherError, GuardedReader
 from braid.actors.stage.files.digests import Digests
-from braid.actors.stage.files.guarded_reader import FailedTogetherError, GuardedReader
 from braid.actors.stage.model.model import StageModel
 from braid.actors.stage.rank.messages import Rescue, Written
 from braid.actors.stage.state.bucket import buckets_of, shards_in_order

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from braid.actors.stage.files.guarded_reader import GuardedReader
+from braid.actors.stage.files.checkpoint_files import GuardedReader
 from braid.actors.stage.files.hub_files import INDEX, SINGLE, HubDirectory, StoredTensor, stored_tensors
 from braid.actors.stage.state.checkpoint import quietly, read_tensors
 from braid.actors.stage.state.global_state import GlobalSlices, GlobalState, LoadPlanner
