@@ -6,8 +6,8 @@ issued work is done and `Launch.finish` was called. ``x`` is (tokens, ...).
 
 A stage of a collective goes over the ranks along one dim of a mesh. Rows of ranks along the dims of a mesh
 [N1, ..., Nd] are ordered by these dims, the last dim fastest. A stage over dim k moves blocks of N(k+1) x ...
-x Nd ranks' rows. If a tensor also spans dims before k (``outer`` blocks), the blocks that a collective returns
-in rank order must be reordered.
+x Nd ranks' rows. If a tensor also spans dims before k (``outer`` blocks), the blocks that a collective
+returns in rank order must be reordered.
 
 On CPUs collectives are messages between ranks (`messages`), on GPUs kernels of a communicator
 (`communicator`).
