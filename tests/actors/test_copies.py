@@ -153,11 +153,3 @@ def test_survivors_write_what_all_ranks_had(
     assert [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])] == []
     assert all(tensor.any() for name, tensor in ours.items() if name.startswith("exp_avg_sq")), "they move"
     assert [line["kind"] for line in read_lines(run.directory.path / "events.jsonl")] == ["saved", "rescued"]
-
-
-def test_without_a_copy_of_every_rank_there_is_nothing_to_write(tmp_path: Path, data: Path) -> None:
-    """Rank 1 of three has its own state and rank 0's, rank 2's is lost."""
-    with trained(tmp_path, data, 1, 2, {"pp": 3}, {"layers": 3}) as (ranks, run):
-        ranks.kill([0, 2])
-        assert run.rescue() == []
-    assert not run.homes.steps()

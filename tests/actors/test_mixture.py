@@ -21,7 +21,7 @@ from braid.actors.stage.data.mixture import (
     shares,
     write_mixture,
 )
-from braid.actors.stage.data.sample_order import sample_ids, sample_ids_at
+from braid.actors.stage.data.sample_order import sample_ids
 from braid.actors.stage.data.token_files import TokenShards, read_index
 from braid.actors.stage.files.reading import UnreadableError
 from tests.actors.test_data import counting, edit, write_data
@@ -86,15 +86,6 @@ def test_every_block_has_its_shares_and_every_set_its_own_epochs(
         assert np.array_equal(np.sort(own), np.sort(expected)), "the set's own next positions, each once"
 
 
-def test_every_sample_comes_once_in_each_epoch_of_its_set(tmp_path: Path) -> None:
-    found = opened(mixed(tmp_path, [3, 1], [4 * 1536, 16384]))
-    ids = found.order(5, 0, 2 * BLOCK)
-    counts = np.bincount(ids, minlength=found.samples)
-    assert counts[:6144].tolist() == [16] * 6144
-    assert counts[6144:].tolist() == [2] * 16384
-    assert found.tokens_at(ids).shape == (2 * BLOCK, 2)
-
-
 @settings(max_examples=20)
 @given(start=st.integers(0, 2**45), first=st.integers(0, 40), count=st.integers(0, 40))
 def test_order_does_not_depend_on_how_it_is_asked_for(
@@ -112,12 +103,6 @@ def test_the_order_is_pinned(tmp_path: Path) -> None:
     found = opened(mixed(tmp_path, [0.7, 0.3], [50, 1000]))
     assert found.order(0, 0, 12).tolist() == PINNED[:12]
     assert found.order(3, 10**9, 4).tolist() == PINNED[12:]
-
-
-def test_positions_in_any_order_have_the_same_samples() -> None:
-    positions = np.random.default_rng(0).integers(0, 2**50, 40)
-    found = sample_ids_at(9, 12345, positions)
-    assert found.tolist() == [int(sample_ids(9, 12345, int(p), 1)[0]) for p in positions]
 
 
 def test_another_weight_name_or_text_is_another_fingerprint(tmp_path: Path) -> None:

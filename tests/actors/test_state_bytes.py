@@ -1,6 +1,5 @@
 """Bytes of optimizers' states: the model of memory predicts those of the fullest rank, to the byte."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,16 +79,3 @@ def test_the_fullest_rank_keeps_what_is_predicted(
                 assert held == 4 * (sum(slots) - masters)
     for (stage, kept), held in found.items():
         assert rank_memory(code, plan.shape, "fp32", stage, states=kept).optimizer_bytes == held, kept
-
-
-def test_bf16_has_masters_beside_the_states(tmp_path: Path) -> None:
-    config = small_config(tmp_path, train={"dtype": "bf16"})
-    plan = run_plan(config)
-    code = code_of(plan)
-    bytes_of = [rank_memory(code, plan.shape, "bf16", 0, states=kept).optimizer_bytes for kept in KEPT]
-    elements = plan.shape.parameters()
-    assert bytes_of[0] == 12 * elements
-    assert bytes_of[1] == 16 * elements
-    assert 8 * elements < bytes_of[2] < bytes_of[0]
-    assert bytes_of[4] < bytes_of[2]
-    assert replace(KEPT[2], average=True) == KEPT[3]
