@@ -37,7 +37,9 @@ class GELU(ComputeOperator):
     """The activation GELU, in its tanh approximation."""
 
     def forward(self, h_TF: Tensor) -> tuple[Tensor]:
+        """Return a_TF, the activation of h."""
         return (F.gelu(h_TF, approximate="tanh"),)
 
     def input_gradient(self, d_a_TF: Tensor, h_TF: Tensor) -> tuple[Tensor]:
+        """Return d_h_TF, the gradient of h."""
         return (_gelu_backward(d_a_TF, h_TF, approximate="tanh"),)

@@ -125,15 +125,12 @@ class ReplicaSamples:
         sums = [0.0] * len(self._validation.names)
         for micro_batch, loss_T in losses.items():
             batch = batches[micro_batch]
-            weights_T = None if batch is None else batch.weights
+            weights_T = batch.weights if batch is not None else None
+            weights_T = torch.ones_like(loss_T) if weights_T is None else weights_T
             sets_T = by_batch[micro_batch].repeat_interleave(len(loss_T) // by_batch.shape[1])
             for number in range(len(sums)):
-                counted_T = (sets_T == number).to(loss_T.device)
-                if weights_T is None:
-                    sums[number] += float(loss_T[counted_T].sum())
-                else:
-                    counted_T = counted_T & (weights_T != 0)
-                    sums[number] += float((loss_T[counted_T] * weights_T[counted_T]).sum())
+                counted_T = (sets_T == number).to(loss_T.device) & (weights_T != 0)
+                sums[number] += float((loss_T[counted_T] * weights_T[counted_T]).sum())
         return tuple(sums)
 
     def _filled(self) -> tuple[np.ndarray, np.ndarray]:
