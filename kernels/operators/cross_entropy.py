@@ -42,13 +42,7 @@ class CrossEntropyStatistics(ComputeOperator):
     """
 
     def __init__(
-        self,
-        *,
-        rows: int,
-        first_row: int,
-        vocabulary: int,
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
+        self, *, rows: int, first_row: int, vocabulary: int, label_smoothing: float = 0.0, z_loss: float = 0.0
     ) -> None:
         super().__init__()
         self.label_smoothing, self.z_loss = label_smoothing, z_loss

@@ -19,14 +19,7 @@ _WIDEST_TILE: Final = 4096
 
 @triton.jit
 def statistics_kernel(
-    logits_ptr,
-    targets_ptr,
-    statistics_ptr,
-    width,
-    stride,
-    first_row,
-    vocabulary,
-    BLOCK: tl.constexpr,
+    logits_ptr, targets_ptr, statistics_ptr, width, stride, first_row, vocabulary, BLOCK: tl.constexpr
 ):
     """One token per program; the logit of a target outside the vocabulary is NaN."""
     token = tl.program_id(0).to(tl.int64)

@@ -80,16 +80,7 @@ def combine_kernel(
 
 @triton.jit
 def combine_weight_gradient_kernel(
-    dy_ptr,
-    x_ptr,
-    slots_ptr,
-    d_weights_ptr,
-    width,
-    dy_stride,
-    x_stride,
-    places,
-    choices,
-    BLOCK: tl.constexpr,
+    dy_ptr, x_ptr, slots_ptr, d_weights_ptr, width, dy_stride, x_stride, places, choices, BLOCK: tl.constexpr
 ):
     """Compute the gradient of one gate (one choice of one token) per program."""
     index = tl.program_id(0).to(tl.int64)

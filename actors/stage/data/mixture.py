@@ -19,13 +19,7 @@ import numpy as np
 from pydantic import ConfigDict
 
 from braid.actors.stage.data.sample_order import sample_ids, sample_ids_at
-from braid.actors.stage.data.token_files import (
-    TRAIN,
-    VALIDATION,
-    TokenShards,
-    read_description,
-    read_index,
-)
+from braid.actors.stage.data.token_files import TRAIN, VALIDATION, TokenShards, read_description, read_index
 
 MIXTURE_FILE = "mixture.json"
 MIXTURE_FORMAT = "braid-mixture"

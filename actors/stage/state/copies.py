@@ -190,9 +190,7 @@ class Copies:
         """Return the steps of complete copies; copies that are still arriving do not count."""
         self._take_arrived()
         return CopiesHeld(
-            own=tuple(sorted(self._own)),
-            partner=self._partner_rank,
-            partners=tuple(sorted(self._partners)),
+            own=tuple(sorted(self._own)), partner=self._partner_rank, partners=tuple(sorted(self._partners))
         )
 
     def restore(self, optimizer: Optimizer, step: int, sources: Sequence[int]) -> None:

@@ -18,13 +18,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from braid.actors.stage.state.parameters import GlobalParameter, ParameterSlice
@@ -71,11 +65,7 @@ UPDATES = "updates"
 _COUNT = ParameterSlice(source=GlobalParameter(name=UPDATES, shape=(1,)), offsets=(0,), sizes=(1,))
 
 
-def add_state(
-    state: GlobalState,
-    entries: Iterable[StateEntry],
-    updates: Tensor,
-) -> GlobalState:
+def add_state(state: GlobalState, entries: Iterable[StateEntry], updates: Tensor) -> GlobalState:
     """Add views of a rank's masters and states (`Optimizer.entries`) to ``state``; return ``state``.
 
     ``updates``: tensor of one element, the number of updates, which is equal on all ranks.

@@ -80,10 +80,7 @@ class Optimizer:
     """
 
     def __init__(
-        self,
-        buckets: RankBuckets,
-        settings: OptimizerSettings,
-        accelerator: Accelerator | None = None,
+        self, buckets: RankBuckets, settings: OptimizerSettings, accelerator: Accelerator | None = None
     ) -> None:
         """``accelerator``: the device of the buckets; None for a CPU."""
         self._accelerator = accelerator
