@@ -177,8 +177,7 @@ def random_parts(draw: st.DrawFn) -> Part:
             case "residual" if (other := pick()) != x:
                 y = g.residual(name, x, other)
             case _:
-                splits = draw(st.booleans())
-                y = g.custom(name, x, saved_elements=8, flops=3, splits_weight_gradient=splits)
+                y = g.custom(name, x, saved_elements=8, flops=3)
         values.append(y)
         unread.append(y)
     y = unread[0]
@@ -204,12 +203,11 @@ def test_gradients_of_any_graph(part: Part, data: st.DataObject) -> None:
     assert run_symbolically(part, part.backward, {*saved, f"d.{part.output}"}, {"d.x"}) == {"d.x"}
 
 
-@pytest.mark.parametrize("splits", [False, True])
-def test_a_module_of_the_users_own(splits: bool) -> None:
+def test_a_module_of_the_users_own() -> None:
     g = builder()
     x = g.input()
-    part = g.build(g.custom("own", x, saved_elements=2, flops=5, splits_weight_gradient=splits))
-    assert names(part.backward) == (["own.dgrad", "own.wgrad"] if splits else ["own.dgrad"])
+    part = g.build(g.custom("own", x, saved_elements=2, flops=5))
+    assert names(part.backward) == ["own.dgrad"]
     assert all(op.reads == ("d.own.out", "own.saved") for op in part.backward.operators)
     assert (part.forward.flops, part.backward.flops) == (5, 10)
     assert part.saved() == ("own.saved",)
