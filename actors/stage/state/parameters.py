@@ -64,8 +64,9 @@ class GlobalParameter:
         tiles = [1] * (len(sizes) - 2) + [_TILE] * min(2, len(sizes))
         for tile in product(*map(_tiles, offsets, sizes, tiles)):
             first = [number * size for number, size in zip(tile, tiles, strict=True)]
-            drawn = _drawn(f"{source}/{'/'.join(map(str, tile))}", [*map(_rest, self.shape, first, tiles)])
-            drawn = self._spread(drawn)
+            ends = zip(self.shape, first, tiles, strict=True)
+            shape = [min(size, extent - begin) for extent, begin, size in ends]
+            drawn = self._spread(_drawn(f"{source}/{'/'.join(map(str, tile))}", shape))
             common = [
                 (max(at, begin), min(at + size, begin + extent))
                 for at, size, begin, extent in zip(offsets, sizes, first, drawn.shape, strict=True)
@@ -91,11 +92,6 @@ _TILE = 256
 def _tiles(offset: int, size: int, tile: int) -> range:
     """Return the numbers of the tiles that a box touches along one dimension."""
     return range(offset // tile, -(-(offset + size) // tile))
-
-
-def _rest(extent: int, begin: int, tile: int) -> int:
-    """Return the length along one dimension of the tile that begins at ``begin``."""
-    return min(tile, extent - begin)
 
 
 def adapter_of(matrix: GlobalParameter, rank: int) -> tuple[GlobalParameter, GlobalParameter]:
