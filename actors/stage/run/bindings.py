@@ -7,6 +7,7 @@ collective, the label of a span. An operation that cannot be bound raises an err
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from math import prod
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -196,9 +197,7 @@ class Binder:
         rows = self._rows(
             replace(region, spans=tuple(spans)), read, DimRanks.OWN if gathers else DimRanks.ALL
         )
-        outer = 1
-        for span, size in zip(region.spans[:dim], mesh[:dim], strict=True):
-            outer *= span.of(size)
+        outer = prod(span.of(size) for span, size in zip(region.spans[:dim], mesh[:dim], strict=True))
         stage = gather_stage if gathers else scatter_stage
 
         def launch(x: Tensor) -> Launch:
