@@ -147,14 +147,14 @@ def read_description(path: Path, form: str, version: int, kind: Any, again: str)
         raise ValueError(f"{where} is not JSON; {again}") from None
     if not isinstance(entries, dict) or entries.pop("format", None) != form:
         raise ValueError(f"{where} is not of the format {form}; {again}")
-    if (found := entries.pop("version", None)) != version:
-        raise ValueError(f"{where} has version {found!r}, this Braid reads {version}; {again}")
+    if (stored := entries.pop("version", None)) != version:
+        raise ValueError(f"{where} has version {stored!r}, this Braid reads {version}; {again}")
     try:
         return TypeAdapter(kind).validate_python(entries)
     except ValidationError as error:
         wrong = error.errors(include_url=False)[0]
-        place = ".".join(map(str, wrong["loc"]))
-        raise ValueError(f"{where} is damaged ({place}: {wrong['msg']}); {again}") from None
+        entry = ".".join(map(str, wrong["loc"]))
+        raise ValueError(f"{where} is damaged ({entry}: {wrong['msg']}); {again}") from None
 
 
 def read_index(directory: Path) -> DataIndex:

@@ -111,8 +111,8 @@ class Assembly:
 
         All ranks along the axis call this with arrays of one shape. Errors of the collective are raised.
         """
-        own = torch.from_numpy(values).to(self.model.context.device)
-        stream, launch = self.mesh.stream(axis), self.mesh.line(axis).all_gather(own)
+        sent = torch.from_numpy(values).to(self.model.context.device)
+        stream, launch = self.mesh.stream(axis), self.mesh.line(axis).all_gather(sent)
         transfer = self.streams.start(stream, launch, awaited_next=True)
         told: IntArray = self.streams.result_of(transfer).view(-1, *values.shape).cpu().numpy()
         return told
