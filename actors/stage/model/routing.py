@@ -87,11 +87,6 @@ class Routing:
         )
 
 
-def routing_of(model: StageModel) -> Routing | None:
-    """Return the statistics of a model's routers; None for models without experts."""
-    return Routing(model) if model.shape.experts else None
-
-
 def _routes(instance: PartInstance) -> bool:
     return any(isinstance(module, Router) for module in instance.modules.values())
 

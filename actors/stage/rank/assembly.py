@@ -13,11 +13,13 @@ from braid.actors.stage.measure.telemetry import Recorder
 from braid.actors.stage.measure.torch_profile import Around
 from braid.actors.stage.model.layers import LayerDefinition, load_layers
 from braid.actors.stage.model.model import StageModel
-from braid.actors.stage.model.routing import routing_of
+from braid.actors.stage.model.routing import Routing
 from braid.actors.stage.rank.groups import Groups, Mesh, build_mesh
 from braid.actors.stage.rank.messages import RunPlan
 from braid.actors.stage.run.accelerator import Accelerator
+from braid.actors.stage.run.cuda_streams import CudaStreams
 from braid.actors.stage.run.executor import Executor
+from braid.actors.stage.run.gloo_streams import HostStreams
 from braid.actors.stage.run.step_graph import step_graph
 from braid.actors.stage.run.streams import Streams
 from braid.actors.stage.state.buckets import RankBuckets
@@ -80,7 +82,7 @@ class Assembly:
         """Makes this run's model for a ``place`` in the mesh and a ``device``."""
         self.model = self.model_of(place=mesh.place, device=device)
         self.model.initialise(seed)
-        self.streams = streams_on(accelerator)
+        self.streams: Streams = HostStreams() if accelerator is None else CudaStreams(accelerator)
         self.recorder = Recorder(self.streams, solo_ns, recording=spans)
         self.buckets = RankBuckets(
             *(self.model.parameters, mesh, self.streams, self.recorder),
@@ -95,7 +97,7 @@ class Assembly:
             self.code,
             recorder=self.recorder,
             graph=step_graph(self.streams, self.recorder, captured, mesh.layout.ranks, mesh.groups.gather),
-            routing=routing_of(self.model),
+            routing=Routing(self.model) if sizes.shape.experts else None,
             around=around,
         )
 
@@ -174,14 +176,3 @@ def code_of(schedule: Schedule, sizes: PartSizes, parts: Mapping[str, Part], lay
         parts, layout, sizes.kinds, unit_layers=schedule.unit_layers, partitions=schedule.partitions
     )
     return linked(schedule, layout, sizes.kinds, units)
-
-
-def streams_on(accelerator: Accelerator | None) -> Streams:
-    """Return the streams of an accelerator, or a CPU's streams if it is None."""
-    if accelerator is not None:
-        from braid.actors.stage.run.cuda_streams import CudaStreams
-
-        return CudaStreams(accelerator)
-    from braid.actors.stage.run.gloo_streams import HostStreams
-
-    return HostStreams()

@@ -34,7 +34,7 @@ class RankBuckets:
         of an element lie within a factor of about 2^25; then neither the order of summation nor the number of
         data-parallel ranks changes the sums (docs/design.md, The runtime). This doubles the memory of
         gradients. ``reduce_dtype``: dtype to which gradients are rounded before ranks sum them."""
-        self._mesh, self._streams, self._recorder = mesh, streams, recorder
+        self.mesh, self._streams, self._recorder = mesh, streams, recorder
         self._reduce_dtype = reduce_dtype
         self.buckets = buckets_of(parameters, mesh.place)
         frozen = buckets_of(parameters, mesh.place, trained=False, cut=mesh.layout.zero > 2)
@@ -57,11 +57,6 @@ class RankBuckets:
         self._norm = _GlobalNorm(self.shards, mesh, self.device)
         self._pending: dict[Reduce | Gather, list[tuple[Label, Transfer]]] = {}
         self._labels: dict[tuple[Reduce | Gather, int], Label] = {}
-
-    @property
-    def mesh(self) -> Mesh:
-        """The groups of ranks that share the parameters."""
-        return self._mesh
 
     @property
     def passing(self) -> list[Tensor]:
@@ -102,7 +97,7 @@ class RankBuckets:
 
     def _launches(self, what: Reduce | Gather, along: str) -> Iterator[tuple[Tensor, Launch]]:
         """Yield (sent tensor, launch) for each bucket; ``along``: name of the line of ranks."""
-        line = self._mesh.line(along)
+        line = self.mesh.line(along)
         if what.chunk is None:
             yield self._norm.squares, line.all_reduce(self._norm.squares)
         for bucket in self._of(what):
@@ -110,7 +105,7 @@ class RankBuckets:
                 launch = bucket.gather(line, what.move)
                 yield launch.result, launch
             else:
-                scatters = self._mesh.place.mesh.shares_along(what.axis)
+                scatters = self.mesh.place.mesh.shares_along(what.axis)
                 yield bucket.sum(what.axis, line, what.move, scatters=scatters, dtype=self._reduce_dtype)
 
     def wait(self, what: Reduce | Gather) -> None:
@@ -120,7 +115,7 @@ class RankBuckets:
             self._streams.wait(transfer)
             transfer.take()
         last = what.move is None or what.move.last
-        if isinstance(what, Reduce) and last and self._mesh.place.mesh.shares_along(what.axis):
+        if isinstance(what, Reduce) and last and self.mesh.place.mesh.shares_along(what.axis):
             for bucket in self._of(what):
                 bucket.keep_sums()
 
@@ -143,7 +138,7 @@ class RankBuckets:
         if key not in self._labels:
             self._labels[key] = Label(
                 operator=name_of(what),
-                stream=self._mesh.stream(along),
+                stream=self.mesh.stream(along),
                 axis=along,
                 bytes=moved.nbytes,
                 shapes=str(moved.numel()),

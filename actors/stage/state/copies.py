@@ -93,12 +93,6 @@ def split(state: HostState, slots: Iterable[tuple[str, Shard]]) -> Iterator[Stat
         begin = end
 
 
-@torch.no_grad()
-def put_back(state: HostState, optimizer: Optimizer) -> None:
-    slots = state_slots(optimizer.shards, optimizer.settings.states)
-    optimizer.restored(int(state.updates), split(state, slots))
-
-
 class Copies:
     """The copies that one rank stores; they outlive the process groups of a generation."""
 
@@ -209,7 +203,8 @@ class Copies:
                 dist.recv(flat, source, self._group)
                 state = HostState(step, flat)
         assert state is not None, f"rank {rank} has no copy of step {step}"
-        put_back(state, optimizer)
+        slots = state_slots(optimizer.shards, optimizer.settings.states)
+        optimizer.restored(int(state.updates), split(state, slots))
         # Later states belong to steps that will run again.
         self._own = {step: state}
         self._partners = {at: state for at, state in self._partners.items() if at <= step}
