@@ -113,10 +113,6 @@ class Recorder:
                 found.setdefault(label.axis, []).append(row)
         return found
 
-    def messages_bytes(self) -> int:
-        """Return the bytes of the step's messages between stages that this rank has sent to other nodes."""
-        return sum(self._sent(label, one) for label, _, one in self._transfers if not label.axis)
-
     @staticmethod
     def _sent(label: Label, one: Transfer) -> int:
         if label.stream is not Stream.INTER:
@@ -189,7 +185,8 @@ class Recorder:
         """
         if not self.recording:
             return
-        self._fullest_bytes = self.messages_bytes()
+        messages = ((label, one) for label, _, one in self._transfers if not label.axis)
+        self._fullest_bytes = sum(self._sent(label, message) for label, message in messages)
         for axis, rows in sorted(self.collectives().items()):
             self._asking = axis
             told = exchange(axis, np.array([(rank, 0, 0, 0), *rows], np.int64))

@@ -114,10 +114,6 @@ class Optimizer:
     def _by_muon(self, shard: Shard) -> bool:
         return self.settings.optimizer == "muon" and shard.parameter.matrix
 
-    def _rule(self, shard: Shard) -> type[TorchAdamW]:
-        in_8_bits = self.settings.optimizer == "adamw_8bit" and shard.parameter.matrix
-        return EightBitAdamW if in_8_bits else TorchAdamW
-
     def _matrix_updates(self) -> MatrixUpdates:
         held = [
             HeldMatrices(master, self.states[master][MOMENTUM], shard)
@@ -128,6 +124,7 @@ class Optimizer:
         return MatrixUpdates(mesh, held, device, given.momentum, given.weight_decay)
 
     def _group(self, masters: list[tuple[Tensor, Shard]]) -> _ParameterGroup:
+        given = self.settings
         rounded = []
         others = [(master, shard) for master, shard in masters if not self._by_muon(shard)]
         for master, shard in others:
@@ -140,8 +137,9 @@ class Optimizer:
         members: dict[type[TorchAdamW], list[tuple[Tensor, bool]]] = {}
         for master, shard in others:
             if not shard.parameter.sign_rate:
-                members.setdefault(self._rule(shard), []).append((master, shard.parameter.decays))
-        given = self.settings
+                in_8_bits = given.optimizer == "adamw_8bit" and shard.parameter.matrix
+                rule = EightBitAdamW if in_8_bits else TorchAdamW
+                members.setdefault(rule, []).append((master, shard.parameter.decays))
         settings = {"lr": given.lr, "betas": given.betas, "eps": given.eps}
         adamw = [rule(adam, given.weight_decay, **settings) for rule, adam in members.items()]
         moments = {master: state for rule in adamw for master, state in rule.states.items()}
