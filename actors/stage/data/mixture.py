@@ -114,7 +114,7 @@ class Mixture:
         if self.names == ("",):
             return sample_ids(seed, self.samples, start, count)
         bounds = np.cumsum([0, *shares(self.weights, BLOCK)], dtype=np.int64)
-        blocks_N = start // BLOCK + (start % BLOCK + np.arange(count, dtype=np.int64)) // BLOCK
+        blocks_N = np.arange(start, start + count, dtype=np.int64) // BLOCK
         places_N = sample_ids(seed, BLOCK, start, count)
         sets_N, ids_N = np.searchsorted(bounds, places_N, side="right") - 1, np.empty_like(places_N)
         for k, first in enumerate(self.starts[:-1]):
