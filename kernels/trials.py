@@ -158,7 +158,7 @@ class Laboratory:
         return {name: failed.get(name) or round(median(ns)) for name, ns in times.items()}
 
     def _made(self, use: Use, kind: Kind, like: ComputeOperator | None = None) -> ComputeOperator:
-        """Make an operator with random parameters, or those of ``like``, and zero gradients."""
+        """Make an operator with random parameters, or with the parameters of ``like``, and zero gradients."""
         home = {"device": self.device, "dtype": self.dtype} if _TRIALS[use.operator] is _norm else {}
         operator = kind(**use.settings, **home)
         operands = _Operands(self.device, self.dtype)

@@ -85,7 +85,7 @@ class Router(ComputeOperator):
     def weight_gradient(
         self, d_gates_tk: Tensor, scores_tE: Tensor, choice_tk: Tensor, x_tD: Tensor, *more: Any
     ) -> None:
-        """Accumulate the gradients of weight and bias; arguments: those of ``input_gradient``, and x."""
+        """Accumulate the gradients of weight and bias; arguments: as for ``input_gradient``, and x."""
         d_logits_tE = self._d_logits(d_gates_tk, scores_tE, choice_tk, *more)
         accumulate_product(self.gradients["weight"], d_logits_tE, x_tD.to(d_logits_tE.dtype))
         if self.bias is not None:

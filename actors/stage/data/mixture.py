@@ -84,7 +84,7 @@ class Mixture:
     @property
     def fingerprint(self) -> str:
         """Hash of all that decides a run's samples, besides seed and batch: names, shares and tokens of the
-        sets; without a mixture that of the tokens."""
+        sets; without a mixture, of the tokens alone."""
         if self.names == ("",):
             return self.sets[0].index.fingerprint
         parts = zip(self.names, shares(self.weights, BLOCK), self.sets, strict=True)

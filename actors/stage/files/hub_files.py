@@ -2,7 +2,7 @@
 
 A stored tensor is one global parameter of Braid, or several stacked along their rows (GPT-2's fused q, k, v),
 and may be transposed (GPT-2 stores matrices as inputs x outputs). If a global parameter holds the matrices of
-all experts (E x rows x columns), a stored tensor holds those of one expert, as in published files.
+all experts (E x rows x columns), a stored tensor holds one expert's matrix, as in published files.
 
 Only safetensors files are opened: they are numbers behind a JSON header, while pickles can run code when they
 are read.

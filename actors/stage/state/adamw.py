@@ -1,7 +1,7 @@
 """AdamW: torch's, and torchao's with moments in 8 bits and a scale for every 256 elements.
 
-Moments in 8 bits are those of matrices of hidden layers. Tables keep moments in fp32: the second moment of a
-token that is rare rounds to 0 beside those of frequent tokens, and the row's next step is the first moment
+Matrices of hidden layers have moments in 8 bits. Tables keep moments in fp32: the second moment of a token
+that is rare would round to 0 beside frequent tokens' moments, and the row's next step is the first moment
 over ``eps``. A master that a rank updates is flat: its whole blocks of 256 elements have moments in 8 bits,
 the rest (or all, if the master has fewer than 4,096 elements) in fp32. With ZeRO masters are shards, which
 begin anywhere in a tensor, so blocks differ from layout to layout, and with them the rounding of moments.
