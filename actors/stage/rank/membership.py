@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from braid.actors.config import ClusterConfig
 from braid.actors.stage.rank.devices import device_of, local_rank
 from braid.actors.stage.rank.groups import make_world
 from braid.actors.stage.rank.messages import Rendezvous
@@ -112,7 +111,8 @@ def _sockets() -> dict[int, int]:
     return sockets
 
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # tests of GPUs run where pydantic is not installed
+    from braid.actors.config import ClusterConfig
     from braid.actors.stage.run.step_graph import StepGraph
 
 
@@ -136,7 +136,7 @@ class Membership:
         self._store = store_on(self._address, timedelta(seconds=timeout_s))
         return int(self._store.port)
 
-    def begin(self, cluster: ClusterConfig, rank: int, rendezvous: Rendezvous) -> None:
+    def begin(self, cluster: "ClusterConfig", rank: int, rendezvous: Rendezvous) -> None:
         """Begin a generation: choose the device, and watch which connections are opened from now on."""
         with self._lock:  # an abort of the previous generation has ended
             if self._generation == rendezvous.generation:  # the same generation again
@@ -147,7 +147,7 @@ class Membership:
         self.use_device()
         self._connections = Connections()
 
-    def join(self, cluster: ClusterConfig, rendezvous: Rendezvous, rank: int, ranks: int) -> None:
+    def join(self, cluster: "ClusterConfig", rendezvous: Rendezvous, rank: int, ranks: int) -> None:
         timeout = timedelta(seconds=cluster.group_timeout_s)
         bind_gloo(self._address)
         if self._store is None:
