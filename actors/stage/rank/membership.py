@@ -20,6 +20,10 @@ from braid.actors.stage.rank.devices import device_of, local_rank
 from braid.actors.stage.rank.groups import make_world
 from braid.actors.stage.rank.messages import Rendezvous
 
+if TYPE_CHECKING:  # tests of GPUs run where pydantic is not installed
+    from braid.actors.config import ClusterConfig
+    from braid.actors.stage.run.step_graph import StepGraph
+
 _SIOCGIFADDR = 0x8915
 _SO_MAX_PACING_RATE = 47
 """Socket option for a limit in bytes per second, which TCP keeps; from Linux's `asm-generic/socket.h`."""
@@ -109,11 +113,6 @@ def _sockets() -> dict[int, int]:
             if stat.S_ISSOCK(status.st_mode):
                 sockets[int(entry.name)] = status.st_ino
     return sockets
-
-
-if TYPE_CHECKING:  # tests of GPUs run where pydantic is not installed
-    from braid.actors.config import ClusterConfig
-    from braid.actors.stage.run.step_graph import StepGraph
 
 
 class Membership:
