@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PRODUCT = {"actors": 18740, "dashboards": 2340, "jobs": 12360, "kernels": 4460, "scheduling": 16790}
+PRODUCT = {"actors": 17900, "dashboards": 2340, "jobs": 12360, "kernels": 4170, "scheduling": 16790}
 TESTS = {
-    "actors": 9060,
+    "actors": 8710,
     "architecture": 370,
     "cuda": 5040,
     "dashboards": 3360,
-    "end_to_end": 6100,
+    "end_to_end": 6090,
     "gpu": 1200,
     "jobs": 6530,
-    "kernels": 2700,
+    "kernels": 2610,
     "measure": 640,
     "papers": 2410,
     "recorded": 650,
