@@ -30,9 +30,7 @@ Gather = Callable[[Any], Sequence[Any]]
 """Collective function that returns the values of all ranks, in rank order."""
 
 FORMAT: Final = 2
-"""Number of the file format, part of every question: raise it when implementations change what they
-compute.
-"""
+"""Version of files and questions: raise it when implementations compute something else."""
 NEEDED_GAIN: Final = 0.02
 """Share of PyTorch's time that another implementation must save to replace it: clocks are not exact."""
 
@@ -60,7 +58,6 @@ class Question:
 
     @property
     def digest(self) -> str:
-        """Hash that identifies the question."""
         text = json.dumps(self.as_json(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -107,9 +104,7 @@ def choose(
 
 
 def quickest(measured: Sequence[Measured | None]) -> str:
-    """Return the implementation to use, given one operator's measurements by some ranks (None by the
-    others).
-    """
+    """Return the implementation to use, given the measurements of some ranks (else None)."""
     tables = [table for table in measured if table is not None]
     slowest: dict[str, int] = {}
     for name in tables[0]:
@@ -127,17 +122,14 @@ def quickest(measured: Sequence[Measured | None]) -> str:
 
 
 def choices_folder(environment: Mapping[str, str]) -> Path:
-    """Return the folder of stored choices: ``kernels`` in ``$BRAID_CACHE``, by default in
-    ``~/.cache/braid``.
-    """
+    """Return ``kernels`` in ``$BRAID_CACHE``, by default in ``~/.cache/braid``."""
     folder = environment.get("BRAID_CACHE")
     return Path(folder or Path(environment.get("HOME", "/"), ".cache", "braid")) / "kernels"
 
 
 class KeptChoices:
     """Stored choices: one file per question in a folder, and in memory the choices that this process uses,
-    which do not depend on the files.
-    """
+    which do not depend on the files."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -149,9 +141,7 @@ class KeptChoices:
         return self._used.get(question.digest)
 
     def read(self, question: Question) -> dict[str, str] | None:
-        """Return the choice stored in the folder; None if there is no file. An invalid file is ignored with a
-        warning.
-        """
+        """Return the folder's choice; None if there is none. A damaged file is ignored, with a warning."""
         try:
             content = json.loads(self.file(question).read_text(encoding="utf-8"))
             choice = content["kernels"]
@@ -166,9 +156,7 @@ class KeptChoices:
         return None
 
     def write(self, question: Question, choice: Mapping[str, str]) -> None:
-        """Store a choice, unless the folder has a valid one. If the file cannot be written, give a
-        warning.
-        """
+        """Store a choice unless the folder has one; if that fails, give a warning."""
         self._used[question.digest] = dict(choice)
         if self.read(question) is not None:
             return
@@ -186,7 +174,6 @@ class KeptChoices:
                 written.unlink()
 
     def file(self, question: Question) -> Path:
-        """Return the path of the file that stores a question's choice."""
         return self._folder / f"{question.digest}.json"
 
     def _warn(self, question: Question, problem: str) -> None:

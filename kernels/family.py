@@ -1,6 +1,4 @@
-"""Implementations of the operators that layers are built from: PyTorch's, Triton's, or chosen by
-measuring.
-"""
+"""Implementations of layers' operators: PyTorch's, Triton's, or chosen by measuring."""
 
 import importlib.util
 from collections.abc import Callable, Mapping
@@ -20,9 +18,7 @@ from braid.kernels.operators.permute import Permute, Unpermute
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorFamily:
-    """Constructors of the operators that have more than one implementation: classes, perhaps with bound
-    arguments.
-    """
+    """Constructors of the operators that have several implementations."""
 
     rms_norm: Callable[..., RMSNorm] = RMSNorm
     layer_norm: Callable[..., LayerNorm] = LayerNorm
@@ -37,11 +33,8 @@ class OperatorFamily:
 TORCH: Final = OperatorFamily()
 
 Kind = Callable[..., ComputeOperator]
-"""Constructor of one operator of a family."""
 Choice = Mapping[str, str]
-"""Names of implementations by operator (field of `OperatorFamily`); operators without a name use
-PyTorch's.
-"""
+"""Implementations by operator (field of `OperatorFamily`); others are PyTorch's."""
 
 BY_TORCH: Final = "torch"
 _BY_TRITON: Final = "triton"
@@ -74,8 +67,7 @@ def chosen_family(choice: Choice) -> OperatorFamily:
 
 def names(operator: str) -> tuple[str, ...]:
     """Return the names of all implementations that an operator may have, PyTorch's first. For example
-    ``triton+cudnn`` computes rotary embedding by Triton and attention by cuDNN.
-    """
+    ``triton+cudnn`` computes rotary embedding by Triton and attention by cuDNN."""
     return tuple(_implementations(operator))
 
 
@@ -89,9 +81,7 @@ def _implementations(operator: str) -> dict[str, tuple[str, str | None]]:
 
 
 def candidates(operator: str, device: torch.device, dtype: torch.dtype) -> dict[str, Kind]:
-    """Return the implementations of an operator that may run here, by name; a trial must show whether they
-    do.
-    """
+    """Return an operator's implementations by name; a trial must show whether they run here."""
     triton = not _problem(device, dtype)
     return {
         name: _kind(operator, name)

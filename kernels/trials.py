@@ -26,9 +26,7 @@ TOLERANCE: Final[Mapping[torch.dtype, float]] = {
     torch.float16: 4e-3,
     torch.float32: 1e-4,
 }
-"""Greatest difference allowed between results, relative to the largest value: a few roundings of the
-dtype.
-"""
+"""Greatest difference of results, relative to the largest value: a few roundings."""
 
 Measured = Mapping[str, int | str]
 """Time in nanoseconds, or the reason of rejection, by implementation."""
@@ -46,9 +44,7 @@ class Use:
     settings: Mapping[str, Any]
     """Constructor arguments of the operator, except device and dtype."""
     width: int = 0
-    """Columns of an activation's result, or of rows sent to experts; for other operators ``settings`` has the
-    width.
-    """
+    """Columns of an activation's result, or of rows of experts; else in ``settings``."""
     choices: int = 0
     """Number of experts that every token visits, for `Permute` and `Unpermute`."""
 
@@ -82,9 +78,7 @@ class Trial:
 _FLUSH_BYTES: Final = 1 << 28
 """Bytes that are written to flush the caches: more than any second-level cache holds."""
 _LEAD_CYCLES: Final = 2_000_000
-"""Cycles (about a millisecond) during which the host issues the timed work, so that launches are not
-timed.
-"""
+"""Cycles (about 1 ms) in which the host issues the timed work: launches are not timed."""
 
 
 class DeviceClock:
@@ -95,7 +89,6 @@ class DeviceClock:
         self._flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device) if cuda else None
 
     def ns(self, call: Callable[[], object]) -> int:
-        """Return the nanoseconds that one call takes."""
         if self._flush is None:
             begin = perf_counter_ns()
             call()
@@ -121,9 +114,7 @@ class Laboratory:
     """Number of times that each implementation is timed; the median counts."""
 
     def measure(self, uses: Sequence[Use], kinds: Mapping[str, Kind]) -> Measured:
-        """Return for each implementation of one operator the time of all its uses together, or why it is
-        rejected.
-        """
+        """Return by implementation the time of all uses together, or why it is rejected."""
         found: dict[str, int | str] = dict.fromkeys(kinds, 0)
         for use in uses:
             for name, one in self._measure_use(use, kinds).items():
@@ -154,9 +145,7 @@ class Laboratory:
         return {**found, **self._timed(trial, sound)}
 
     def _timed(self, trial: Trial, operators: Mapping[str, ComputeOperator]) -> Measured:
-        """Return median times; implementations take turns, so that a slower device slows all of them
-        equally.
-        """
+        """Return median times; implementations take turns: a slower device slows all equally."""
         times: dict[str, list[int]] = {name: [] for name in operators}
         failed: dict[str, str] = {}
         for _ in range(self.rounds):
@@ -169,9 +158,7 @@ class Laboratory:
         return {name: failed.get(name) or round(median(ns)) for name, ns in times.items()}
 
     def _made(self, use: Use, kind: Kind, like: ComputeOperator | None = None) -> ComputeOperator:
-        """Make an operator with random parameters, or with those of ``like``, and with zero sums of
-        gradients.
-        """
+        """Make an operator with random parameters, or with the parameters of ``like``, and zero gradients."""
         home = {"device": self.device, "dtype": self.dtype} if _TRIALS[use.operator] is _norm else {}
         operator = kind(**use.settings, **home)
         operands = _Operands(self.device, self.dtype)
@@ -200,11 +187,9 @@ class _Operands:
         self._generator = torch.Generator(device).manual_seed(0)
 
     def random(self, *shape: int) -> Tensor:
-        """Return standard normal numbers."""
         return torch.randn(shape, generator=self._generator, device=self._device, dtype=self._dtype)
 
     def tokens(self, count: int, vocabulary: int) -> Tensor:
-        """Return ``count`` random token ids."""
         return torch.randint(vocabulary, (count,), generator=self._generator, device=self._device)
 
     def routing(self, count: int, experts: int, choices: int) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from statistics import median, quantiles
 from typing import NamedTuple, TypeVar
 
-from braid.actors.stage.rank.messages import COMPUTE, OUTSIDE, Samples, Together
+from braid.actors.stage.rank.messages import OUTSIDE, Samples, Together
 from braid.scheduling.cost.analytic import operator_class
 from braid.scheduling.cost.profile import Profile, TransferFit
 from braid.scheduling.mesh.cluster import Stream
@@ -51,7 +51,7 @@ def combine(samples: Sequence[Samples], parts: Mapping[str, Part]) -> Profile:
         for ending in OUTSIDE
         if (name := f"{axis}{ending}") in spares
     }
-    beside = {**classes, COMPUTE: "gemm", **links, **{spare: classes[key] for key, spare in spare_of.items()}}
+    beside = {**classes, **links, **{spare: classes[key] for key, spare in spare_of.items()}}
     moves = {key for key, name in classes.items() if name in ("intra", "inter")}
     average = _with_delays(solo, moves)
     together: dict[tuple[str, str], list[Together]] = defaultdict(list)
@@ -143,8 +143,7 @@ def _oef(
     stands for."""
     effects: dict[str, list[_Effect]] = defaultdict(list)
     for (key, name), times in together.items():
-        own = alone[key]
-        other = median(time.other_ns for time in times) if name == COMPUTE else alone[name]
+        own, other = alone[key], alone[name]
         if (shorter := min(own, other)) > 0:
             values = [(own + other - time.both_ns) / shorter for time in times]
             listed = () if own < SHORT * other or key in spares else tuple(users.get(name, ()))
@@ -205,7 +204,7 @@ def _slowdowns(
     """
     losses: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for (key, name), times in together.items():
-        for time in times if name != COMPUTE else ():
+        for time in times:
             if time.overlap_ns > 0:
                 for one, beside, took in ((key, name, time.operator_ns), (name, key, time.other_ns)):
                     for sufferer in (classes[one], *users.get(one, ())):

@@ -48,7 +48,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from braid.actors.config import Config
 from braid.actors.stage.data.mixture import open_splits
-from braid.actors.stage.measure.peak_memory import PeakMemory
+from braid.actors.stage.measure.memory import PeakMemory
 from braid.actors.stage.rank.allocator import keep_freed_memory
 from braid.actors.stage.rank.membership import Membership
 from braid.actors.stage.rank.messages import Rendezvous, StepResult

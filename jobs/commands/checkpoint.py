@@ -182,8 +182,7 @@ def write_weights(
     adapters of a run with ``model.lora`` alone, in the form of `peft`; otherwise they are merged into the
     base model. Raise `ConfigError` if that is not there.
     """
-    from braid.actors.stage.state.exchange import export_model
-    from braid.actors.stage.state.peft_files import export_adapters
+    from braid.actors.stage.state.exchange import export_adapters, export_model
     from braid.jobs.training.beside_weights import copy_kept
 
     assert found.shape is not None

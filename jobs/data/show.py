@@ -7,14 +7,14 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from braid.actors.stage.data.mixture import TokenSource
+from braid.actors.stage.data.mixture import Mixture
 from braid.jobs.data.tokenizer import Tokenizer
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Control characters, which could change the terminal."""
 
 
-def show_sample(console: Console, title: str, sample: int, shards: TokenSource, tokenizer: Tokenizer) -> None:
+def show_sample(console: Console, title: str, sample: int, shards: Mixture, tokenizer: Tokenizer) -> None:
     """Print a sample; text whose loss does not count is dim, or between ``[-`` and ``-]`` without a terminal.
 
     All tokens of a stream count. Padding is told, not shown.
@@ -24,7 +24,11 @@ def show_sample(console: Console, title: str, sample: int, shards: TokenSource, 
     counts_S = np.ones(len(tokens_S), bool) if masks is None else np.append(False, masks[0])
     begins = [0, *np.flatnonzero(shards.begins_at(id)[0]).tolist()]
     padded, last = 0, begins[-1]
-    if masks is not None and (tokens_S[last:] == shards.end_of_document).all() and not counts_S[last:].any():
+    if (
+        masks is not None
+        and (tokens_S[last:] == shards.sets[0].index.end_of_document).all()
+        and not counts_S[last:].any()
+    ):
         padded = len(tokens_S) - begins.pop()
     edges = [*begins, len(tokens_S) - padded]
     console.rule(title, characters="=", align="left")

@@ -20,9 +20,7 @@ from braid.kernels.collectives.primitives import (
 
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""torch 2.13 renamed these functions and warns about the old names; older versions have only the old
-names.
-"""
+"""torch 2.13 renamed these functions, and warns of the old names."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +37,9 @@ class TorchGroup:
     own: dist.ProcessGroup
 
     def rank(self) -> int:
-        """Return this rank's number in the group."""
         return self.own.rank()
 
     def size(self) -> int:
-        """Return the number of ranks."""
         return self.own.size()
 
     @property
@@ -60,13 +56,10 @@ class TorchGroup:
         return started(_scatter(y, x, group=self.own, async_op=True))
 
     def all_reduce(self, x: Tensor) -> Work:
-        """Sum x over the ranks, in place."""
         return started(dist.all_reduce(x, group=self.own, async_op=True))
 
     def messages(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Work:
-        """Send and receive messages, each with its peer rank, as one kernel; do nothing if both lists are
-        empty.
-        """
+        """Send and receive messages, each with its peer, as one kernel, or do nothing."""
         both = ((dist.irecv, receives), (dist.isend, sends))
         batch = [
             dist.P2POp(kind, x, group=self.own, group_peer=peer)
@@ -93,9 +86,7 @@ class Communicator(Line):
     def all_gather(
         self, x: Tensor, into: Tensor | None = None, shares: Sequence[int] | None = None
     ) -> Launch:
-        """Gather; if ranks have different numbers of tokens (``shares``), send messages, since NCCL needs
-        equal parts.
-        """
+        """Gather; with ``shares`` by messages, since NCCL needs equal parts."""
         if shares is not None:
             return self._gather_rows(x, into, shares)
         x = x.contiguous()
@@ -149,7 +140,6 @@ class Communicator(Line):
         return self.group.messages([(x, to)], [(y, source)])
 
     def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Work:
-        """Send and receive all messages in one kernel."""
         others = [rank for rank in range(self.size) if rank != self.rank]
         return self.group.messages(
             [(outgoing[rank], rank) for rank in others if outgoing[rank].numel()],
@@ -180,16 +170,12 @@ class Pairs(Channel):
         return self.pairs[peer].swap(x, self._other(peer))
 
     def warm_up(self) -> None:
-        """Warm up all pairs in at most three rounds: first every second pair around the pipeline, then the
-        rest.
-        """
+        """Warm up all pairs in at most three rounds: every second pair of the pipeline, then others."""
         for other in sorted(self.pairs, key=self._turn):
             self.pairs[other].warm_up()
 
     def _turn(self, other: int) -> int:
-        """Return the round of a pair: 0, 1 or 2. Pairs with a common rank have different rounds; all ranks
-        agree.
-        """
+        """Return the round of a pair: 0, 1 or 2, another one for pairs with a common rank."""
         first, second = sorted((self.rank, other))
         if second - first == 1:
             return first % 2

@@ -25,9 +25,7 @@ class MessageLine(Line):
 
     group: dist.ProcessGroup
     upward: dist.ProcessGroup | None = None
-    """Process group for messages to ranks that are later in the group; None: ``group`` is used for both
-    directions.
-    """
+    """Process group for messages to later ranks; None: ``group`` has both directions."""
 
     @property
     def rank(self) -> int:
@@ -80,8 +78,7 @@ class MessageLine(Line):
 
     def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Work:
         """Send and receive all messages. Messages between two ranks of a group arrive in the order in which
-        they were sent, so exchanges need no tags as long as all ranks start them in the same order.
-        """
+        they were sent, so exchanges need no tags as long as all ranks start them in the same order."""
         works = []
         for distance in range(1, self.size):
             source, target = (self.rank - distance) % self.size, (self.rank + distance) % self.size

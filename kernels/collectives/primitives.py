@@ -4,13 +4,18 @@ Each prepares its tensors on the current stream and returns a `Launch`: the tens
 and a function that issues the collective, perhaps on another stream. The result must not be read until the
 issued work is done and `Launch.finish` was called. ``x`` is (tokens, ...).
 
+A stage of a collective goes over the ranks along one dim of a mesh. Rows of ranks along the dims of a mesh
+[N1, ..., Nd] are ordered by these dims, the last dim fastest. A stage over dim k moves blocks of N(k+1) x ...
+x Nd ranks' rows. If a tensor also spans dims before k (``outer`` blocks), the blocks that a collective
+returns in rank order must be reordered.
+
 On CPUs collectives are messages between ranks (`messages`), on GPUs kernels of a communicator
 (`communicator`).
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -22,9 +27,7 @@ class Work(Protocol):
     """Communication in progress."""
 
     def wait(self) -> object:
-        """Wait for the end, on a GPU with the current stream only; raise `RuntimeError` if the work
-        failed.
-        """
+        """Wait for the end, on a GPU on the current stream; raise `RuntimeError` if it failed."""
 
 
 @dataclass(frozen=True)
@@ -46,18 +49,24 @@ def started(work: dist.Work | None) -> dist.Work:
 
 @dataclass(frozen=True)
 class Launch:
-    """A transfer that is ready to be issued. It holds the tensors that it reads: keep it until the work is
-    done.
-    """
+    """A transfer to be issued; it holds the tensors that it reads until the work is done."""
 
     result: Tensor
     issue: Callable[[], Work]
     finish: Callable[[], object] | None = None
-    """Function to call once the work is done, before the result may be read; None if there is nothing to
-    do.
-    """
+    """What to do once the work is done, before the result is read; None: nothing."""
     sends: int = 0
     """Number of bytes that this rank sends, if the issuing thread has to write them (CPU)."""
+
+    def then(self, more: Callable[[], object]) -> "Launch":
+        """Return a launch that also calls ``more`` once its result has arrived."""
+
+        def finish() -> None:
+            if self.finish is not None:
+                self.finish()
+            more()
+
+        return replace(self, finish=finish)
 
 
 @dataclass(frozen=True)
@@ -74,9 +83,7 @@ class Extents:
 
 
 def gathered(x: Tensor, ranks: int, shares: Sequence[int] | None = None) -> Tensor:
-    """Return empty memory for the gathered tensors of all ranks, each like x; ``shares``: tokens of each
-    rank.
-    """
+    """Return memory for all ranks' tensors like x; ``shares``: tokens of each rank."""
     tokens = x.shape[0] * ranks if shares is None else sum(shares)
     return torch.empty((tokens, *x.shape[1:]), dtype=x.dtype, device=x.device)
 
@@ -159,17 +166,14 @@ class Line(Channel):
     @abstractmethod
     def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Work:
         """Send ``outgoing[peer]`` to every other rank and receive ``incoming[peer]`` from it. Empty tensors
-        are not transferred; both sides know which are empty.
-        """
+        are not transferred; both sides know which are empty."""
 
     @abstractmethod
     def _trade(self, x: Tensor, y: Tensor, to: int, source: int) -> Work:
         """Send x to rank ``to`` and receive y from rank ``source``."""
 
     def all_to_all(self, x: Tensor, extents: Extents) -> Launch:
-        """Send every rank its tokens, which are in rank order in x; received tokens are in rank order,
-        too.
-        """
+        """Send every rank its tokens; x and the received tokens are in rank order."""
         x = x.contiguous()
         y = x.new_empty(sum(extents.receives), *x.shape[1:])
         outgoing, incoming = x.split(extents.sends), y.split(extents.receives)
@@ -181,9 +185,7 @@ class Line(Channel):
         return self._traded(x, peer, peer)
 
     def shift(self, x: Tensor, by: int) -> Launch:
-        """Send x to the rank ``by`` positions further on, cyclically; receive from the rank ``by`` positions
-        before.
-        """
+        """Send x to the rank ``by`` positions further on, cyclically; receive from the other side."""
         return self._traded(x, (self.rank + by) % self.size, (self.rank - by) % self.size)
 
     def _traded(self, x: Tensor, to: int, source: int) -> Launch:
@@ -215,3 +217,34 @@ class Line(Channel):
                 so_far = torch.add(so_far, part, out=y if last else arrived[int(own == 0)])
 
         return Launch(y, lambda: self._exchange(parts, arrived), total, x.nbytes - y.nbytes)
+
+
+def gather_stage(line: Line, x: Tensor, outer: int, into: Tensor | None = None) -> Launch:
+    """Gather (outer x t, ...) of every rank to (outer x ranks x t, ...), in new memory or ``into``."""
+    if outer == 1:
+        return line.all_gather(x, into=into)
+    launch = line.all_gather(x)
+    arrived = launch.result
+    y = torch.empty_like(arrived) if into is None else into
+
+    def order() -> None:
+        rows = x.shape[0] // outer
+        y.view(outer, line.size, rows, *x.shape[1:]).copy_(
+            arrived.view(line.size, outer, rows, *x.shape[1:]).transpose(0, 1)
+        )
+
+    return replace(launch.then(order), result=y)
+
+
+def scatter_stage(line: Line, x: Tensor, outer: int, into: Tensor | None = None) -> Launch:
+    """Sum over the ranks and scatter (outer x ranks x t, ...) to (outer x t, ...) or ``into``."""
+    if outer > 1:
+        rows = x.shape[0] // (outer * line.size)
+        x = x.reshape(outer, line.size, rows, *x.shape[1:]).transpose(0, 1).reshape(x.shape)
+    return line.reduce_scatter(x, into=into)
+
+
+def whole_shares(x: Tensor, ranks: int) -> Tensor:
+    """Return x (1-dim), if ``ranks`` do not divide its length a copy with zeros at the end."""
+    missing = -x.numel() % ranks
+    return torch.cat([x, x.new_zeros(missing)]) if missing else x

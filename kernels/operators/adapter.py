@@ -41,8 +41,7 @@ class AdaptedLinear(Linear):
 
     def forward(self, x_TI: Tensor, *, inputs: slice = ALL, outputs: slice = ALL) -> tuple[Tensor]:
         """Return y_TO. If x has only the columns of a range of ``inputs``, y is a term of a sum: also its
-        part that comes from the adapters.
-        """
+        part that comes from the adapters."""
         (y_TO,) = super().forward(x_TI, inputs=inputs, outputs=outputs)
         h_TR = F.linear(x_TI, self.a[:, inputs])
         for columns, inner, factor in self._adapters(outputs):
@@ -70,8 +69,7 @@ class AdaptedLinear(Linear):
 
     def _adapters(self, outputs: slice) -> Iterator[tuple[slice, slice, slice]]:
         """Yield for every adapter of some ``outputs``: its columns in y (which has these outputs), its
-        columns in x aᵀ, and its rows in ``b``.
-        """
+        columns in x aᵀ, and its rows in ``b``."""
         low, high, _ = outputs.indices(len(self.weight))
         row = 0
         for number, adapted in enumerate(self._adapted):

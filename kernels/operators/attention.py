@@ -27,8 +27,7 @@ BACKENDS: Final[Mapping[str, SDPBackend]] = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 """Torch's attention kernels that do not store the scores, by name. Most support few devices and dtypes; the
-first call raises RuntimeError if a kernel does not support its inputs.
-"""
+first call raises RuntimeError if a kernel does not support its inputs."""
 
 
 class Scaling(Hashable, Protocol):
@@ -39,9 +38,7 @@ class Scaling(Hashable, Protocol):
         """Factor by which the rotated vectors are multiplied."""
 
     def frequencies(self, plain: Sequence[float], /) -> Sequence[float]:
-        """Return the frequencies, in radians per token and highest first, that replace the ``plain``
-        frequencies.
-        """
+        """Return the frequencies (radians per token, highest first) in place of ``plain``."""
 
 
 @lru_cache(maxsize=8)
@@ -186,9 +183,7 @@ class Attention(Heads):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
     def _split_heads(self, qkv: Tensor) -> Tensor:
-        """View qkv as b x s x (q, k and v heads) x d; raise ValueError if qkv has another number of
-        columns.
-        """
+        """View qkv as b x s x heads x d; raise ValueError if it has other columns."""
         if qkv.shape[1] != self.width:
             raise ValueError(
                 f"qkv has {qkv.shape[1]} columns, not (heads + 2 kv_heads) head_dim = {self.width}"

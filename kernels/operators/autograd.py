@@ -14,19 +14,17 @@ class AutogradGraph(Saved):
     """The recorded autograd graph of one call, opaque to the executor.
 
     It holds the inputs and the tensors that autograd saved for the gradients, but not the outputs. Gradients
-    can be computed ``uses`` times; then the graph is freed.
+    can be computed once; then the graph is freed.
     """
 
-    def __init__(self, inputs: tuple[Tensor, ...], outputs: Iterable[Tensor], uses: int) -> None:
-        self.inputs, self._uses = inputs, uses
+    def __init__(self, inputs: tuple[Tensor, ...], outputs: Iterable[Tensor]) -> None:
+        self.inputs = inputs
         self._edges: list[GradientEdge | None] = [
             get_gradient_edge(output) if output.requires_grad else None for output in outputs
         ]
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors that the graph keeps alive, for accounts of memory; the query to autograd is
-        slow.
-        """
+        """Yield the tensors that the graph keeps alive; the query to autograd is slow."""
         yield from self.inputs
         for edge in self._edges:
             if edge is not None:
@@ -35,35 +33,28 @@ class AutogradGraph(Saved):
 
     def gradients(self, d_outputs: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         """Return the gradients of ``targets``; None for a target that the outputs do not depend on."""
-        assert self._uses > 0, (
-            "the graph was freed: all gradients that it was recorded for have been computed"
-        )
-        self._uses -= 1
+        assert self._edges, "the graph was freed: its gradients have been computed"
         flowing = [(edge, d) for edge, d in zip(self._edges, d_outputs, strict=True) if edge is not None]
-        gradients: tuple[Tensor | None, ...] = (None,) * len(targets)
-        if flowing and targets:
-            edges, d_edges = zip(*flowing, strict=True)
-            retain = self._uses > 0
-            gradients = torch.autograd.grad(edges, targets, d_edges, retain_graph=retain, allow_unused=True)
-        if self._uses == 0:
-            self.inputs, self._edges = (), []
+        self.inputs, self._edges = (), []
+        if not flowing or not targets:
+            return (None,) * len(targets)
+        edges, d_edges = zip(*flowing, strict=True)
+        gradients: tuple[Tensor | None, ...]
+        gradients = torch.autograd.grad(edges, targets, d_edges, allow_unused=True)
         return gradients
 
 
-def record(
-    function: Callable[..., Any], *inputs: Any, uses: int = 1
-) -> tuple[tuple[Tensor, ...], AutogradGraph]:
+def record(function: Callable[..., Any], *inputs: Any) -> tuple[tuple[Tensor, ...], AutogradGraph]:
     """Call ``function`` under autograd; return its outputs (one tensor or several), detached, and the graph.
 
-    Floating-point tensors among the inputs become leaves, whose gradients the graph can compute ``uses``
-    times.
+    Floating-point tensors among the inputs become leaves, whose gradients the graph can compute.
     """
     arguments = [_leaf(value) for value in inputs]
     with torch.enable_grad():
         result = function(*arguments)
     outputs: tuple[Tensor, ...] = (result,) if isinstance(result, Tensor) else tuple(result)
     leaves = tuple(value for value in arguments if isinstance(value, Tensor) and value.requires_grad)
-    return tuple(output.detach() for output in outputs), AutogradGraph(leaves, outputs, uses)
+    return tuple(output.detach() for output in outputs), AutogradGraph(leaves, outputs)
 
 
 def _leaf(value: Any) -> Any:
@@ -73,46 +64,31 @@ def _leaf(value: Any) -> Any:
 
 
 class AutogradOperator(ComputeOperator):
-    """Makes a compute operator of any `torch.nn.Module`.
+    """Makes a compute operator of any `torch.nn.Module`, which maps tensors to one or several tensors.
 
-    The module maps tensors to one or several tensors. Gradients of its parameters are computed in
-    ``input_gradient``, or, if ``splits_weight_gradient``, in a separate call of ``weight_gradient`` before or
-    after it; the separate call keeps the graph until both calls are done, and runs twice through the graph
-    between outputs and parameters.
+    Gradients of its parameters are computed in ``input_gradient``.
     """
 
-    def __init__(self, *, module: nn.Module, splits_weight_gradient: bool = False) -> None:
+    def __init__(self, *, module: nn.Module) -> None:
         super().__init__()
         self.module = module
-        self.splits_weight_gradient = splits_weight_gradient
 
     def forward(self, *inputs: Any) -> tuple[Any, ...]:
         """Return the module's outputs, and the recorded graph as the last value."""
-        outputs, graph = record(self.module, *inputs, uses=1 + self.splits_weight_gradient)
+        outputs, graph = record(self.module, *inputs)
         return (*outputs, graph)
 
     def input_gradient(self, *values: Any) -> tuple[Tensor, ...]:
         """Map (gradients of the outputs..., graph) to the gradients of the floating-point inputs."""
         *d_outputs, graph = values
         inputs = graph.inputs
-        parameters = {} if self.splits_weight_gradient else self._trained()
+        parameters = {name: p for name, p in self.named_parameters() if p.requires_grad}
         gradients = graph.gradients(d_outputs, (*inputs, *parameters.values()))
-        self._accumulate(parameters, gradients[len(inputs) :])
+        for name, gradient in zip(parameters, gradients[len(inputs) :], strict=True):
+            if gradient is not None:
+                self.gradients[name].add_(gradient)
         d_inputs = zip(inputs, gradients, strict=False)
         return tuple(torch.zeros_like(x) if dx is None else dx for x, dx in d_inputs)
 
     def weight_gradient(self, *values: Any) -> None:
-        """Accumulate the gradients of the parameters, unless ``input_gradient`` has done so."""
-        if not self.splits_weight_gradient:
-            return
-        *d_outputs, graph = values
-        parameters = self._trained()
-        self._accumulate(parameters, graph.gradients(d_outputs, tuple(parameters.values())))
-
-    def _trained(self) -> dict[str, nn.Parameter]:
-        return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
-
-    def _accumulate(self, names: Iterable[str], gradients: Sequence[Tensor | None]) -> None:
-        for name, gradient in zip(names, gradients, strict=True):
-            if gradient is not None:
-                self.gradients[name].add_(gradient)
+        """Do nothing: ``input_gradient`` has accumulated the gradients of the parameters."""

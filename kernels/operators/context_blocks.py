@@ -21,16 +21,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AttentionBlock:
-    """The work of one call of an attention kernel: rows of this rank's queries, and rows of the given
-    keys.
-    """
+    """One call of an attention kernel: rows of this rank's queries, rows of the given keys."""
 
     queries: slice
     keys: slice
     causal: bool
-    """True: queries and keys have equally many rows, and query i attends to keys 0 to i. False: to all
-    keys.
-    """
+    """True: query i attends to keys 0 to i, as many as queries. False: to all keys."""
     samples: slice
     """Range of samples of the micro-batch."""
 
@@ -69,9 +65,7 @@ class TokenOrder:
 
     @cached_property
     def ring(self) -> tuple[Blocks, ...]:
-        """Attention to the keys of one rank per step: first this rank's keys, then the previous rank's, and
-        so on.
-        """
+        """Attention to one rank's keys per step: this rank's, then the previous rank's, and so on."""
         ranks = len(self.pieces)
         return tuple(tuple(self._blocks(self.pieces[(self.rank - n) % ranks])) for n in range(ranks))
 
@@ -86,9 +80,7 @@ class TokenOrder:
         return self.documents[bisect_right(self.documents, place) - 1]
 
     def _blocks(self, keys: Sequence[int]) -> list[AttentionBlock]:
-        """Return the attention of this rank's queries to the keys of the given pieces, which are adjacent in
-        memory.
-        """
+        """Return the attention to the keys of the given pieces, which are adjacent in memory."""
         found, length = [], self.length
         for number, piece in enumerate(self.pieces[self.rank]):
             low, high = piece * length, (piece + 1) * length
@@ -103,9 +95,7 @@ class TokenOrder:
 
 
 def _rows(keys: Sequence[int], length: int, begin: int, end: int) -> list[slice]:
-    """Return rows of the sample's positions ``begin`` to ``end`` among the keys of some pieces, as long
-    slices.
-    """
+    """Return the rows of positions ``begin`` to ``end`` in the keys of pieces, as long slices."""
     found: list[slice] = []
     for number, piece in enumerate(keys):
         low, high = max(begin, piece * length), min(end, (piece + 1) * length)
@@ -129,8 +119,7 @@ def document_order(
     ranks: int, rank: int, sequence: int, documents: Sequence[int], sample: int | None = None
 ) -> TokenOrder:
     """Return the token order for a sample of several documents: the piece with most work is paired with the
-    piece with least work. With one document the result equals `causal_order`.
-    """
+    piece with least work. With one document the result equals `causal_order`."""
     order = replace(causal_order(ranks, rank, sequence), documents=tuple(documents), sample=sample)
     if ranks == 1:
         return order
@@ -152,9 +141,7 @@ def _work(documents: Sequence[int], sequence: int, pieces: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents of a micro-batch whose tokens attend only to their own document: the order of every
-    sample.
-    """
+    """Documents of a micro-batch in which tokens attend to their own document only."""
 
     orders: tuple[TokenOrder, ...]
     positions: Tensor
@@ -172,7 +159,6 @@ class Documents:
         return tuple(tuple(chain.from_iterable(step)) for step in steps)
 
     def on(self, device: torch.device) -> "Documents":
-        """Return a copy whose positions are on a device."""
         return replace(self, positions=self.positions.to(device, non_blocking=True))
 
     def part(self, number: int, parts: int) -> "Documents":
@@ -188,8 +174,7 @@ class Documents:
 
 def documents_of(orders: Sequence[TokenOrder], *, restart: bool) -> Documents:
     """Make `Documents` of a micro-batch. ``restart``: count positions from the first token of each document,
-    not from that of the sample.
-    """
+    not from that of the sample."""
     counted = ((order, place) for order in orders for place in order.own)
     positions = [place - order.begin_of(place) if restart else place for order, place in counted]
     return Documents(tuple(orders), torch.tensor(positions))

@@ -19,8 +19,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from braid.kernels.operators.embedding import VocabularyShard
 from braid.kernels.operators.operator import ComputeOperator, wide
-from braid.kernels.operators.vocabulary import VocabularyShard
 
 _CPU_CHUNK_BYTES = 1 << 20  # stays in a core's second-level cache: measured 2.5x faster than the whole matrix
 _DEVICE_CHUNK_BYTES = 1 << 28  # on devices, launches cost time and only the temporary's size matters
@@ -42,13 +42,7 @@ class CrossEntropyStatistics(ComputeOperator):
     """
 
     def __init__(
-        self,
-        *,
-        rows: int,
-        first_row: int,
-        vocabulary: int,
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
+        self, *, rows: int, first_row: int, vocabulary: int, label_smoothing: float = 0.0, z_loss: float = 0.0
     ) -> None:
         super().__init__()
         self.label_smoothing, self.z_loss = label_smoothing, z_loss

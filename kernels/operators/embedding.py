@@ -1,9 +1,10 @@
-"""Token and position embeddings.
+"""Token and position embeddings, and the rows of the vocabulary that a rank holds.
 
 Legend: T all tokens of the micro-batch, t this rank's slice of them, D hidden.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Unpack
 
 import torch
@@ -11,8 +12,41 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from braid.kernels.operators.context_blocks import Documents
-from braid.kernels.operators.operator import ComputeOperator, Home
-from braid.kernels.operators.vocabulary import VocabularyShard
+from braid.kernels.operators.operator import ComputeOperator, Home, check_numbers
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocabularyShard:
+    """The range [first_row, first_row + rows) of a vocabulary's rows that one rank holds."""
+
+    rows: int
+    first_row: int
+    vocabulary: int
+
+    def __post_init__(self) -> None:
+        last = self.first_row + self.rows
+        if self.rows < 1 or self.first_row < 0 or last > self.vocabulary:
+            raise ValueError(
+                f"rows [{self.first_row}, {last}) of a vocabulary of {self.vocabulary}: "
+                "every tensor-parallel rank needs at least one row, and none outside the vocabulary"
+            )
+
+    def locate(self, tokens_T: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return each token's local row, and a mask of the tokens of other shards (None if there are none).
+
+        The local rows of tokens of other shards are valid but arbitrary, and spread out, so that zeros
+        scattered to them do not all go to one row. Raise ValueError for tokens outside the vocabulary, on the
+        CPU only.
+        """
+        self._check(tokens_T)
+        if self.rows == self.vocabulary:
+            return tokens_T, None
+        local_T = tokens_T - self.first_row
+        outside_T = (local_T < 0).logical_or_(local_T >= self.rows)
+        return local_T.remainder_(self.rows), outside_T
+
+    def _check(self, tokens_T: Tensor) -> None:
+        check_numbers("tokens", tokens_T, self.vocabulary, f"a vocabulary of {self.vocabulary}")
 
 
 def _accumulate_rows(total_VD: Tensor, row_T: Tensor, d_TD: Tensor) -> None:
@@ -41,9 +75,7 @@ class VocabularyEmbedding(ComputeOperator):
         self.weight = nn.Parameter(torch.empty(rows, hidden, **home))
 
     def forward(self, tokens_T: Tensor) -> tuple[Tensor]:
-        """Return partial_TD for int64 tokens; raise ValueError for a token outside the vocabulary (CPU
-        only).
-        """
+        """Return partial_TD; raise ValueError for a token outside the vocabulary (CPU only)."""
         row_T, outside_T = self.shard.locate(tokens_T)
         partial_TD = F.embedding(row_T, self.weight)
         return (partial_TD if outside_T is None else partial_TD.masked_fill_(outside_T.unsqueeze(-1), 0),)
@@ -83,11 +115,9 @@ class PositionEmbedding(ComputeOperator):
         self.weight = nn.Parameter(torch.empty(sequence, hidden, **home))
 
     def forward(self, x_tD: Tensor, documents: Documents | None = None) -> tuple[Tensor]:
-        """Return y_tD: x plus the embeddings of its tokens' positions."""
         return (F.embedding(self._positions(x_tD, documents), self.weight).add_(x_tD),)
 
     def input_gradient(self, dy_tD: Tensor, documents: Documents | None = None) -> tuple[Tensor]:
-        """Return dx_tD, which is dy itself."""
         return (dy_tD,)
 
     def weight_gradient(self, dy_tD: Tensor, documents: Documents | None = None) -> None:

@@ -11,9 +11,7 @@ from braid.kernels.operators.operator import ComputeOperator
 
 
 class ExpertLoad(ComputeOperator):
-    """Divides counts of visits by all visits of a micro-batch; the shares of the micro-batch's ranks are then
-    summed.
-    """
+    """Divides counts of visits by all visits of a micro-batch, for a sum over its ranks."""
 
     def __init__(self, visits: int, dtype: torch.dtype) -> None:
         """``visits``: number of visits of the micro-batch on all its ranks."""
@@ -43,8 +41,7 @@ class ExpertRows(ComputeOperator):
     def forward(self, counts: Tensor) -> tuple[Extents, Extents, tuple[int, ...], Tensor, tuple[int, ...]]:
         """Map counts (tp x ep x E, flat; ignored with a capacity) to: numbers of rows sent to and received
         from every rank of ep; the same for the way back; rows of every rank of tp; rows_SL by source, on the
-        host; rows of every expert of this rank. Without a capacity the host waits for the counts.
-        """
+        host; rows of every expert of this rank. Without a capacity the host waits for the counts."""
         if self._static is not None:
             there, back, shares, sources, sizes = self._static
             return there, back, shares, sources.clone(), sizes  # a copy, since its receiver frees it

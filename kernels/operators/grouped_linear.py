@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import grouped_mm
 
-from braid.kernels.operators.accumulation import accumulate_product, prepare_to_accumulate
+from braid.kernels.operators.accumulation import accumulate_product
 from braid.kernels.operators.operator import ComputeOperator, Home
 
 
@@ -29,12 +29,10 @@ class GroupedLinear(ComputeOperator):
         super().__init__()
         self.experts = experts
         self.weight = nn.Parameter(torch.empty(experts, outputs, inputs, **home))
-        prepare_to_accumulate(self.weight)
         self._told: tuple[list[int], Tensor] | None = None
         """The sizes of the last call, and the index at which each expert's rows end, both on the host."""
 
     def forward(self, x_nI: Tensor, sizes: Sequence[int] | Tensor) -> tuple[Tensor]:
-        """Return y_nO, each expert's linear map of its rows."""
         if self._at_once(x_nI):
             return (grouped_mm(x_nI, self.weight.transpose(1, 2), offs=self._ends(x_nI, sizes)),)
         y_nO = x_nI.new_empty(x_nI.shape[0], self.weight.shape[1])
@@ -59,8 +57,7 @@ class GroupedLinear(ComputeOperator):
     def _at_once(self, x: Tensor) -> bool:
         """Return whether one kernel can multiply the rows of all experts: torch has such a kernel for bf16,
         row sizes that are multiples of 16 bytes, and Hopper and Blackwell; elsewhere torch would copy the
-        ends to the host.
-        """
+        ends to the host."""
         if not x.is_cuda or x.dtype != torch.bfloat16 or not x.shape[0]:
             return False
         if torch.cuda.get_device_capability(x.device)[0] not in (9, 10):
@@ -90,9 +87,7 @@ class GroupedLinear(ComputeOperator):
                 yield expert, slice(first, end)
 
     def _checked(self, x: Tensor, sizes: Sequence[int] | Tensor) -> list[int]:
-        """Return the sizes as numbers; raise ValueError unless there is one per expert and their sum is x's
-        rows.
-        """
+        """Return the sizes as numbers; raise ValueError unless they divide x's rows."""
         numbers = [int(size) for size in (sizes.tolist() if isinstance(sizes, Tensor) else sizes)]
         if len(numbers) != self.experts or min(numbers) < 0 or sum(numbers) != x.shape[0]:
             raise ValueError(f"sizes={numbers} are not the {x.shape[0]} rows of experts={self.experts}")

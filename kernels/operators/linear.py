@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from braid.kernels.operators.accumulation import accumulate_product, accumulate_sum, prepare_to_accumulate
+from braid.kernels.operators.accumulation import accumulate_product, accumulate_sum
 from braid.kernels.operators.dropout import dropped
 from braid.kernels.operators.operator import ComputeOperator, Home
 
 ALL = slice(None)
-"""Slice of all columns, the default."""
 
 
 class Linear(ComputeOperator):
@@ -28,12 +27,10 @@ class Linear(ComputeOperator):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs, **home))
         self.bias = nn.Parameter(torch.empty(outputs, **home)) if bias else None
-        prepare_to_accumulate(self.weight)
 
     def forward(self, x_TI: Tensor, *, inputs: slice = ALL, outputs: slice = ALL) -> tuple[Tensor]:
         """Return y_TO. ``inputs``: range of input features whose columns x has, so that y is a term of a sum;
-        the first range adds the bias. ``outputs``: range of output features that y gets.
-        """
+        the first range adds the bias. ``outputs``: range of output features that y gets."""
         bias: Tensor | None = None if inputs.start else self.bias
         if bias is not None and outputs is not ALL:
             bias = bias[outputs]
@@ -41,8 +38,7 @@ class Linear(ComputeOperator):
 
     def input_gradient(self, dy_TO: Tensor, *, inputs: slice = ALL, outputs: slice = ALL) -> tuple[Tensor]:
         """Return dx_TI; under column parallelism, or if dy has only the columns of some ``outputs``, dx is a
-        term of a sum. ``inputs``: range of input features that dx gets.
-        """
+        term of a sum. ``inputs``: range of input features that dx gets."""
         return (dy_TO @ self._weight(outputs, inputs),)
 
     def _weight(self, outputs: slice, inputs: slice) -> Tensor:

@@ -30,8 +30,7 @@ def _for_kernel(parameter: Tensor, x_tD: Tensor) -> Tensor:
 
 class Norm(ComputeOperator):
     """Base of `RMSNorm` and `LayerNorm`. Gradients take dy, x, the statistics, and optionally ``d_skip``, the
-    gradient that reaches x through the residual connection around the norm.
-    """
+    gradient that reaches x through the residual connection around the norm."""
 
     centred = False
     """Whether the mean is subtracted and a bias is added."""
@@ -140,9 +139,7 @@ class HeadNorm(ComputeOperator):
         return (d_qkv_TC,)
 
     def weight_gradient(self, dy_TC: Tensor, qkv_TC: Tensor, rstd_Tn: Tensor) -> None:
-        """Accumulate the sums over tokens and heads of dy * x * rstd; the arguments are those of
-        ``input_gradient``.
-        """
+        """Accumulate the sums over tokens and heads of dy * x * rstd; arguments as in `input_gradient`."""
         dy_Tnd, _ = self._parts(dy_TC)
         sums_nd = self._normed(qkv_TC, rstd_Tn).mul_(dy_Tnd).sum(0)
         self.gradients["q_weight"].add_(sums_nd[: self.heads].sum(0))

@@ -45,18 +45,12 @@ class ComputeOperator(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.gradients: dict[str, Tensor] = {}
-        """Sums of gradients by parameter name, of the parameter's shape and perhaps a wider dtype; set by the
-        training code.
-        """
+        """Sums of gradients by parameter, perhaps of a wider dtype; set by the training code."""
         self.site = 0
-        """Number of the operator's place in the model, the same in every layout, which selects its random
-        numbers; set by the model.
-        """
+        """Number of the operator's place in the model, which selects its random numbers."""
 
     def forward(self, *values: Any, **optional: Any) -> tuple[Any, ...]:
-        """Compute the operator's outputs: first the values that the graph passes on, then the values that it
-        saves.
-        """
+        """Return the values that the graph passes on, then the values that it saves."""
         raise NotImplementedError
 
     def input_gradient(self, *values: Any, **optional: Any) -> tuple[Any, ...]:
@@ -74,9 +68,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def check_numbers(what: str, numbers: Tensor, end: int, of: str) -> None:
-    """Raise ValueError for numbers outside [0, end), on the CPU only: elsewhere the check would stall the
-    device.
-    """
+    """Raise ValueError for numbers outside [0, end), on a CPU only: a device would stall."""
     if numbers.device.type == "cpu" and numbers.numel():
         low, high = (int(bound) for bound in torch.aminmax(numbers))
         if low < 0 or high >= end:

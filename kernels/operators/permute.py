@@ -29,9 +29,7 @@ class Places:
     """Whether every visit has a row and every row a visit, so that there is no -1."""
 
     def gather(self, x_tD: Tensor, gates_tk: Tensor | None = None) -> Tensor:
-        """Return rows_nD: the token of each row's visit, times the visit's gate if given; 0 for rows without
-        a visit.
-        """
+        """Return rows_nD: the token of a row's visit, times its gate if given; 0 without a visit."""
         rows, choices = self.sources_n.shape[0], self.slots_tk.shape[1]
         if not x_tD.shape[0]:
             return x_tD.new_zeros(rows, x_tD.shape[1])
@@ -43,9 +41,7 @@ class Places:
         return self._without_absent(rows_nD, self.sources_n)
 
     def combine(self, rows_nD: Tensor, gates_tk: Tensor | None = None) -> Tensor:
-        """Return y_tD: for each token the sum of its visits' rows, first choice first, times their gates if
-        given.
-        """
+        """Return y_tD: the sum of a token's rows, first choice first, times gates if given."""
         self._check(rows_nD)
         tokens, choices = self.slots_tk.shape
         y_tD = rows_nD.new_zeros(tokens, rows_nD.shape[1], dtype=wide(rows_nD.dtype))
@@ -58,9 +54,7 @@ class Places:
         return y_tD.to(rows_nD.dtype)
 
     def gate_gradient(self, dy_tD: Tensor, rows_nD: Tensor) -> Tensor:
-        """Return d_gates_tk (wide) of `combine`: dy of the token times the visit's row; 0 for visits without
-        a row.
-        """
+        """Return d_gates_tk (wide) of `combine`: dy of the token times the visit's row, or 0."""
         self._check(rows_nD)
         dy_tD = dy_tD.to(wide(dy_tD.dtype))
         d_gates_tk = dy_tD.new_empty(self.slots_tk.shape)
@@ -69,9 +63,7 @@ class Places:
         return d_gates_tk
 
     def _visited(self, rows_nD: Tensor, choice: int) -> Tensor:
-        """Return, for each token, the row of its visit with number ``choice`` (t x D); 0 if the visit has no
-        row.
-        """
+        """Return every token's row of its choice ``choice`` (t x D); 0 if there is none."""
         slot_t = self.slots_tk[:, choice]
         row_tD = rows_nD.index_select(0, slot_t if self.complete else slot_t.clamp(min=0))
         return self._without_absent(row_tD, slot_t)
@@ -167,7 +159,6 @@ class Regroup(ComputeOperator):
         return (self._regrouped(rows_nD, sizes_SE, self.back),)
 
     def input_gradient(self, d_rows_nD: Tensor, sizes_SE: Tensor) -> tuple[Tensor]:
-        """Return the gradient in the order of forward's input."""
         return (self._regrouped(d_rows_nD, sizes_SE, not self.back),)
 
     def _regrouped(self, rows_nD: Tensor, sizes_SE: Tensor, back: bool) -> Tensor:

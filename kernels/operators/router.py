@@ -22,9 +22,7 @@ _softmax_backward = torch.ops.aten._softmax_backward_data.default
 
 
 def count_visits(choice_tk: Tensor, experts: int) -> Tensor:
-    """Return counts_E (int64), the number of visits of every expert. The host does not wait for the
-    device.
-    """
+    """Return counts_E (int64), the visits of every expert; the host does not wait."""
     choice = choice_tk.flatten()
     counts_E = torch.zeros(experts, dtype=torch.int64, device=choice.device)
     return counts_E.scatter_add_(0, choice, torch.ones_like(choice))
@@ -80,18 +78,14 @@ class Router(ComputeOperator):
         return self._gates(scores_tE, choice_tk), choice_tk, count_visits(choice_tk, self.experts), scores_tE
 
     def input_gradient(self, d_gates_tk: Tensor, scores_tE: Tensor, *more: Any) -> tuple[Tensor]:
-        """Return dx_tD of the sum of token losses and auxiliary losses; arguments are those of
-        `_d_logits`.
-        """
+        """Return dx_tD of token losses and auxiliary losses; arguments: as for `_d_logits`."""
         d_logits_tE = self._d_logits(d_gates_tk, scores_tE, *more)
         return ((d_logits_tE @ self.weight.to(d_logits_tE.dtype)).to(self.weight.dtype),)
 
     def weight_gradient(
         self, d_gates_tk: Tensor, scores_tE: Tensor, choice_tk: Tensor, x_tD: Tensor, *more: Any
     ) -> None:
-        """Accumulate the weight's and the bias's gradients; arguments are those of ``input_gradient``,
-        and x.
-        """
+        """Accumulate the gradients of weight and bias; arguments: as for ``input_gradient``, and x."""
         d_logits_tE = self._d_logits(d_gates_tk, scores_tE, choice_tk, *more)
         accumulate_product(self.gradients["weight"], d_logits_tE, x_tD.to(d_logits_tE.dtype))
         if self.bias is not None:
@@ -126,9 +120,7 @@ class Router(ComputeOperator):
         return order_tE[:, : self.top_k].contiguous()
 
     def _gates(self, scores_tE: Tensor, choice_tk: Tensor) -> Tensor:
-        """Return the gates of the chosen experts; a softmax over all, normalised, is a softmax over the
-        chosen.
-        """
+        """Return the chosen experts' gates; normalised, they are a softmax over the chosen."""
         if self.mixer_jitter:
             mixed = zip(choice_tk.split(1, dim=1), self._mixed(scores_tE, choice_tk), strict=True)
             return torch.cat([share_tE.gather(1, choice_t1) for choice_t1, share_tE in mixed], dim=1)
@@ -138,8 +130,7 @@ class Router(ComputeOperator):
 
     def _mixed(self, scores_tE: Tensor, choice_tk: Tensor) -> list[Tensor]:
         """Return for each choice the softmax (t x E) over the experts that compete for it
-        (``mixer_jitter``).
-        """
+        (``mixer_jitter``)."""
         left_tE, found = scores_tE, []
         for choice_t1 in choice_tk.split(1, dim=1):
             best_t1 = left_tE.max(dim=1, keepdim=True).values
@@ -195,8 +186,6 @@ class Router(ComputeOperator):
 
 
 def _through_softmax(d_y: Tensor, y: Tensor) -> Tensor:
-    """Return y (d_y - sum(y d_y)), the gradient of the inputs of a softmax over the last dim with output
-    y.
-    """
+    """Return y (d_y - sum(y d_y)), the gradient through a softmax with output y."""
     d_x: Tensor = _softmax_backward(d_y, y, -1, y.dtype)
     return d_x

@@ -19,18 +19,9 @@ _WIDEST_TILE: Final = 4096
 
 @triton.jit
 def statistics_kernel(
-    logits_ptr,
-    targets_ptr,
-    statistics_ptr,
-    width,
-    stride,
-    first_row,
-    vocabulary,
-    BLOCK: tl.constexpr,
+    logits_ptr, targets_ptr, statistics_ptr, width, stride, first_row, vocabulary, BLOCK: tl.constexpr
 ):
-    """Compute the statistics of one token per program. A target outside the vocabulary makes its logit
-    NaN.
-    """
+    """One token per program; the logit of a target outside the vocabulary is NaN."""
     token = tl.program_id(0).to(tl.int64)
     logits_ptr += token * stride
     maximum = float("-inf")
@@ -73,9 +64,7 @@ def gradient_kernel(
     PLAIN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute one tile of one token's gradient. ``PLAIN``: there is neither z-loss nor smoothing of labels,
-    whose arguments are then not read.
-    """
+    """One tile of a token. ``PLAIN``: neither z-loss nor smoothing, nothing of them is read."""
     program = tl.program_id(0)
     token = (program // tiles_across).to(tl.int64)
     column = (program % tiles_across) * BLOCK + tl.arange(0, BLOCK)
@@ -104,9 +93,7 @@ class TritonCrossEntropyStatistics(CrossEntropyStatistics):
     """`CrossEntropyStatistics` with one Triton kernel for each direction."""
 
     def forward(self, logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor]:
-        """Return statistics_T3. A target outside the vocabulary raises ValueError on a CPU, and gives NaN
-        elsewhere.
-        """
+        """Return statistics_T3; on a GPU a target outside the vocabulary gives NaN."""
         check("cross_entropy_statistics", logits=(logits_TV, "TV"), targets=(targets_T, "T"))
         self.shard._check(targets_T)
         tokens, width = logits_TV.shape
@@ -122,7 +109,6 @@ class TritonCrossEntropyStatistics(CrossEntropyStatistics):
     def input_gradient(
         self, logits_TV: Tensor, log_partition_T: Tensor, targets_T: Tensor, scale: Tensor | float
     ) -> tuple[Tensor]:
-        """Return d_logits_TV, written over the logits."""
         tensor, factor = (scale, 1.0) if isinstance(scale, Tensor) else (None, float(scale))
         per_token = tensor is not None and tensor.dim() == 1
         scales = (tensor, "T" if per_token else "")

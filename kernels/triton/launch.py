@@ -1,6 +1,4 @@
-"""Functions that all launchers share: checks of arguments, block sizes, and support of Triton's
-interpreter.
-"""
+"""What all launchers share: checks, block sizes, support of Triton's interpreter."""
 
 from typing import Any, Final
 
@@ -12,9 +10,7 @@ from triton.runtime import interpreter
 FLOATS: Final = (torch.float32, torch.float16, torch.bfloat16)
 
 INTERPRETING: Final[bool] = bool(triton.knobs.runtime.interpret)
-"""Whether kernels are interpreted on the CPU. The interpreter multiplies no bf16, so tiles are widened
-there.
-"""
+"""Whether kernels are interpreted on the CPU, where no bf16 is multiplied: tiles are wider."""
 
 
 def _mend_interpreter() -> None:

@@ -32,8 +32,7 @@ def gather_kernel(
     BLOCK: tl.constexpr,
 ):
     """Copy a token's row to each place, times its gate if ``WEIGHTED``. A place without a token gets zeros, a
-    place whose source is out of range gets NaN.
-    """
+    place whose source is out of range gets NaN."""
     program = tl.program_id(0)
     place = (program // tiles_across).to(tl.int64)
     column = (program % tiles_across) * BLOCK + tl.arange(0, BLOCK)
@@ -62,9 +61,7 @@ def combine_kernel(
     WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum the rows of a token's choices. A dropped choice adds nothing, a choice whose slot is out of range
-    NaN.
-    """
+    """Sum the rows of a token's choices; a dropped one adds 0, one out of range NaN."""
     program = tl.program_id(0)
     token = (program // tiles_across).to(tl.int64)
     column = (program % tiles_across) * BLOCK + tl.arange(0, BLOCK)
@@ -83,16 +80,7 @@ def combine_kernel(
 
 @triton.jit
 def combine_weight_gradient_kernel(
-    dy_ptr,
-    x_ptr,
-    slots_ptr,
-    d_weights_ptr,
-    width,
-    dy_stride,
-    x_stride,
-    places,
-    choices,
-    BLOCK: tl.constexpr,
+    dy_ptr, x_ptr, slots_ptr, d_weights_ptr, width, dy_stride, x_stride, places, choices, BLOCK: tl.constexpr
 ):
     """Compute the gradient of one gate (one choice of one token) per program."""
     index = tl.program_id(0).to(tl.int64)
@@ -110,9 +98,7 @@ def combine_weight_gradient_kernel(
 
 
 def _tiles(width: int) -> tuple[int, dict[str, int]]:
-    """Return the number of tiles that cover ``width`` columns, and the kernel arguments that describe a
-    tile.
-    """
+    """Return the number of tiles over ``width`` columns, and a tile's kernel arguments."""
     block = power_of_two(min(width, _COLUMNS), 16)
     return ceil_div(width, block), {"BLOCK": block, "num_warps": 4}
 

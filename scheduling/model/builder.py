@@ -191,7 +191,6 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
         flops: int = 0,
         saved_elements: int | None = None,
         parameters: int = 0,
-        splits_weight_gradient: bool = False,
         per_token: bool = False,
     ) -> str:
         """Write a user's module (`AutogradOperator`), with one output and one opaque saved value.
@@ -219,12 +218,9 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
         op = self._emit(name, Kind.CUSTOM, reads, (y, saved), flops=flops)
         self._holds(name, cut=parameters, matrix=True)
         receivers = tuple(x for x in reads if x not in self._constants)
-        sources = (f"d.{y}", saved)
-        if splits_weight_gradient:
-            self._both_gradients(op, sources, (), receivers)
-        else:  # one operator, with the FLOPs of both gradients
-            gradient = gradient_of(op, sources, "dgrad", Phase.GRADIENT, flops=2 * flops)
-            self._one_gradient(gradient, receivers)
+        # one operator, with the FLOPs of both gradients
+        gradient = gradient_of(op, (f"d.{y}", saved), "dgrad", Phase.GRADIENT, flops=2 * flops)
+        self._one_gradient(gradient, receivers)
         return y
 
     # -- the model's ends ----------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from braid.actors.controller.ranks.processes import ProcessLauncher
 from braid.actors.stage.rank.interface import Rank
 from braid.actors.stage.rank.messages import CopiesHeld
 from braid.actors.stage.rank.worker import Worker
-from braid.actors.stage.state.host_state import take
+from braid.actors.stage.state.copies import take
 from tests.end_to_end.runs import run_plan, small_config
 
 _R = TypeVar("_R")

@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from braid.actors.stage.measure.peak_memory import PeakMemory
+from braid.actors.stage.measure.memory import PeakMemory
 from braid.actors.stage.rank.allocator import set_aside_what_lasts
 from tests.end_to_end.command import ROOT
 
@@ -78,7 +78,7 @@ def test_what_lasts_is_not_looked_at_until_the_next_model_comes() -> None:
 FRAYED = """
 import torch
 from braid.actors.stage.rank.allocator import keep_freed_memory
-from braid.actors.stage.measure.peak_memory import PeakMemory
+from braid.actors.stage.measure.memory import PeakMemory
 
 keeps = keep_freed_memory()
 peak = PeakMemory(torch.device("cpu"))

@@ -1,7 +1,7 @@
 """Buckets and shards: boxes of flat ranges, buckets that are cut over ranks, their memory."""
 
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import product
 from math import prod
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from braid.actors.stage.model.model import StageModel
 from braid.actors.stage.state.buckets import RankBuckets
-from braid.actors.stage.state.optimizer import Optimizer, OptimizerSettings
 from braid.actors.stage.state.parameters import Place
 from braid.actors.stage.state.shards import boxes_of_range
 from braid.scheduling.mesh.layout import ParallelLayout
@@ -89,23 +88,6 @@ class Gathers:
         return [own]
 
 
-@pytest.mark.parametrize("least", MANY)
-@pytest.mark.parametrize("zero", [0, 1])
-def test_a_buckets_gradients_are_one_behind_the_other(
-    least: int, zero: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where the model has a shared expert behind the router."""
-    monkeypatch.setattr(buckets, "LEAST_ELEMENTS", least)
-    layout = ParallelLayout(dp=4, ep=2, zero=zero)
-    mixture = replace(SHAPE, family="moe", experts=4, top_k=2, shared_experts=1)
-    for bucket in held_buckets(held(layout, mixture, 0), layout).buckets:
-        whole = bucket.gradients.make()
-        for member, begin in zip(bucket.members, bucket.offsets, strict=False):
-            assert (member.chunk, member.bucket) == bucket.key
-            assert member.gradient.data_ptr() == whole[begin:].data_ptr()
-        assert 0 <= whole.numel() - bucket.offsets[-1] < bucket.ways * ALIGNED
-
-
 @pytest.mark.parametrize(("least", "tied"), [(MANY[0], False), (MANY[1], True)])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=ParallelLayout.describe)
 def test_ranks_update_every_element_of_the_model_once(
@@ -133,73 +115,6 @@ def test_ranks_update_every_element_of_the_model_once(
     assert sum(count.numel() for count in counts.values()) == shape.parameters()
     for name, count in counts.items():
         assert bool((count == 1).all()), name
-
-
-@pytest.mark.parametrize(("zero", "least"), [(1, MANY[0]), (2, MANY[1]), (3, MANY[1])])
-def test_whole_buckets_are_there_between_start_and_release(
-    zero: int, least: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Parameters are views of them then, and of nothing else; what is updated stays where it is."""
-    monkeypatch.setattr(buckets, "LEAST_ELEMENTS", least)
-    layout = ParallelLayout(dp=2, zero=zero)
-    model = held(layout, SHAPE, 1)
-    model.initialise(7)
-    initial = {id(one): one.tensor.detach().clone() for one in model.parameters}
-    for bucket in held_buckets(model, layout).buckets:
-        parameters, gradients = bucket.parameters, bucket.gradients
-        assert parameters is not None
-        shard = parameters.shard.clone()
-        assert parameters.lasting == (parameters.whole is not None) == (zero < 3)
-        places = [one.tensor.data_ptr() for one in bucket.shards]
-        whole = parameters.make()
-        assert whole is parameters.make()
-        assert (bucket.part_of_rank(whole).data_ptr() == parameters.shard.data_ptr()) == (zero < 3)
-        for member, (begin, end) in zip(bucket.members, pairwise(bucket.offsets), strict=True):
-            whole[begin:end].copy_(initial[id(member)].view(-1))
-            assert torch.equal(member.tensor, initial[id(member)])
-            assert member.tensor.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
-        assert bucket.passing == ([] if zero < 3 else [whole])
-        if zero == 3:
-            parameters.release()
-            assert bucket.passing == []
-            assert all(one.tensor.untyped_storage().nbytes() == 0 for one in bucket.members)
-        assert [one.tensor.data_ptr() for one in bucket.shards] == places
-        assert torch.equal(parameters.shard, shard)
-        assert gradients.lasting == (gradients.whole is not None) == (zero == 1)
-        if not gradients.lasting:
-            added = gradients.make(zeros=True)
-            for member in bucket.members:
-                assert member.gradient.shape == member.shape
-                member.gradient.add_(1)
-            assert added.sum() == bucket.offsets[-1]
-            assert not gradients.shard.any(), "a shard is added to when the sum has arrived"
-            bucket.keep_sums()
-            assert torch.equal(gradients.shard, bucket.part_of_rank(added))
-            assert gradients.whole is None
-            with pytest.raises(AssertionError, match="no gradient is kept"):
-                _ = bucket.members[0].gradient
-        bucket.clear()
-        assert not gradients.shard.any()
-
-
-@pytest.mark.parametrize(("zero", "dtype"), [(1, torch.float32), (3, torch.bfloat16)])
-def test_masters_are_shards(zero: int, dtype: torch.dtype) -> None:
-    """And in the memory that gathers read, where parameters are no narrower."""
-    layout = ParallelLayout(dp=2, zero=zero)
-    model = held(layout, SHAPE, 0, dtype)
-    model.initialise(7)
-    rank_buckets = held_buckets(model, layout)
-    optimizer = Optimizer(rank_buckets, OptimizerSettings(**SETTINGS))
-    memories = [bucket.parameters.shard for bucket in rank_buckets.buckets if bucket.parameters is not None]
-    storages = {memory.untyped_storage().data_ptr() for memory in memories}
-    for master, shard in zip(optimizer.masters, optimizer.shards, strict=True):
-        assert master.shape == shard.shape
-        assert torch.equal(master, shard.tensor.to(torch.float32))
-        assert shard.tensor.untyped_storage().data_ptr() in storages
-        assert (master.data_ptr() == shard.tensor.data_ptr()) == (dtype is torch.float32)
-        assert master.grad is not None
-        assert master.grad.data_ptr() == shard.gradient.data_ptr()
-    assert sum(one.numel() for one in optimizer.masters) <= sum(memory.numel() for memory in memories)
 
 
 @pytest.mark.parametrize("zero", [0, 1])

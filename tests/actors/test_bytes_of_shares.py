@@ -8,6 +8,7 @@ from braid.actors.config import Config
 from braid.actors.controller.planning import model_graphs, setting_of
 from braid.actors.controller.ranks.processes import ProcessLauncher
 from braid.actors.stage.rank.interface import Rank
+from braid.actors.stage.rank.messages import RunPlan
 from braid.scheduling.model.units import unit_parts
 from braid.scheduling.schedule.code import Code
 from braid.scheduling.schedule.memory import rank_memory
@@ -32,12 +33,8 @@ def weighed(rank: int, address: str) -> Weighed:
 
 
 CASES: list[tuple[dict[str, int], str, bool, str | None]] = [
-    ({"dp": 2, "zero": 0}, "megatron", True, "bf16"),
-    ({"dp": 2, "tp": 2, "zero": 1}, "ddp", False, "bf16"),
     ({"dp": 2, "pp": 2, "zero": 2}, "ddp", True, "bf16"),
     ({"dp": 4, "zero": 3, "shards": 2}, "megatron", False, "bf16"),
-    ({"dp": 4, "zero": 2, "shards": 2}, "megatron", False, None),
-    ({"dp": 4, "zero": 1, "shards": 2}, "ddp", True, None),
 ]
 """Layout, schedule, whether embedding and head are one table, to what gradients are rounded: beside what
 `tests.cuda.test_combinations` weighs."""
@@ -69,7 +66,7 @@ def assert_bytes(config: Config, folder: Path) -> list[int]:
         peaks = ranks.all(Rank.activation_bytes, 1)
     finally:
         group.shutdown()
-    code, sent = code_of(ranks), config.train.reduce_dtype
+    code, sent = code_of(ranks.plan), config.train.reduce_dtype
     memories = [
         rank_memory(code, ranks.plan.shape, "fp32", stage, reduce_dtype=sent)
         for stage in range(ranks.layout.pp)
@@ -81,9 +78,10 @@ def assert_bytes(config: Config, folder: Path) -> list[int]:
     return [sum(state) + peak for state, peak in zip(held, peaks, strict=True)]
 
 
-def code_of(ranks: Ranks) -> Code:
-    """What the ranks run, linked here."""
-    setting, schedule = setting_of(ranks.plan.config, ranks.plan.shape), parse(ranks.plan.schedule)
-    graphs = model_graphs(ranks.plan.config, ranks.plan.shape)
-    units = unit_parts(graphs, setting.layout, setting.kinds, schedule.unit_layers)
+def code_of(plan: RunPlan) -> Code:
+    """What the ranks of a run link."""
+    setting, schedule = setting_of(plan.config, plan.shape), parse(plan.schedule)
+    units = unit_parts(
+        model_graphs(plan.config, plan.shape), setting.layout, setting.kinds, schedule.unit_layers
+    )
     return linked(schedule, setting.layout, setting.kinds, units)

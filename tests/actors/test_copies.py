@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from braid.actors.config import CheckpointConfig
-from braid.actors.controller.ranks.group import WorkerError
 from braid.actors.controller.records.json_lines import read_lines
 from braid.actors.controller.records.run_records import CheckpointSaved, Incident, RunDirectory
 from braid.actors.controller.state.checkpoint_stores import Homes
@@ -27,21 +26,16 @@ from tests.actors.ranks import Probed, Ranks, started
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(
-    ("parallel", "shift", "wait"),
-    [({"pp": 3}, 2, False), ({"dp": 3}, 0, True)],
-    ids=["pp 3, not waited for", "replicas of dp 3"],
-)
-def test_a_lost_rank_gets_its_state_back(
-    tmp_path: Path, data: Path, parallel: dict[str, int], shift: int, wait: bool
-) -> None:
+def test_a_lost_rank_gets_its_state_back(tmp_path: Path, data: Path) -> None:
+    """Though a step does not wait for its copy."""
+    shift = 2
     sections: dict[str, Any] = {
-        "parallel": parallel,
+        "parallel": {"pp": 3},
         "model": {"layers": 3},  # stages of different sizes
         "train": {"global_batch": 12, "steps": 5},
         "checkpoint": {"copies_every": 1},
     }
-    with started(tmp_path, data, wait=wait, **sections) as ranks:
+    with started(tmp_path, data, **sections) as ranks:
         ranks.begin(shift)
         states = ranks.train(range(5))
         for every in zip(*states, strict=True):
@@ -53,7 +47,7 @@ def test_a_lost_rank_gets_its_state_back(
         held = ranks.lose([lost], shift)
         assert held[lost].own == held[lost].partners == ()
         step, sources = newest_common(held, ranks.layout.mesh, 5) or (-1, [])
-        assert step == 3 if wait else step in (2, 3)
+        assert step in (2, 3)
         assert sources[lost] != lost
         ranks.all(Rank.restore_copies, step, sources)
         assert ranks.all(Probed.digest) == states[step - 1]
@@ -63,7 +57,7 @@ def test_a_lost_rank_gets_its_state_back(
         held = ranks.lose([lost], shift)
         again = newest_common(held, ranks.layout.mesh, 5) or (-1, [])
         ranks.all(Rank.restore_copies, *again)
-        assert again[0] == 5 if wait else again[0] in (4, 5)
+        assert again[0] in (4, 5)
         assert ranks.all(Probed.digest) == states[again[0] - 1]
 
 
@@ -81,16 +75,6 @@ def test_an_older_step_is_gone_back_to(tmp_path: Path, data: Path) -> None:
         for one in ranks.all(Rank.copies_held):
             assert (one.own, one.partners) == ((2,), (2,))
         assert ranks.train(range(2, 5)) == states[2:]
-
-
-def test_a_budget_that_is_too_small_is_refused(tmp_path: Path, data: Path) -> None:
-    sections: dict[str, Any] = {"parallel": {"tp": 2}}
-    with (
-        started(tmp_path, data, checkpoint={"copies_every": 1, "copies_mb": 1}, **sections) as ranks,
-        pytest.raises(WorkerError, match=r"checkpoint.copies_mb=1: copies in memory take \d+ MiB") as refused,
-    ):
-        ranks.begin(1)
-    assert refused.value.user_error
 
 
 # -- rescue --------------------------------------------------------------------------------------------------
@@ -137,7 +121,6 @@ def trained(
 @pytest.mark.parametrize(
     ("parallel", "model", "shift", "lost"),
     [
-        ({"tp": 2}, {}, 1, [1]),  # 257 rows of the vocabulary: uneven slices
         ({"pp": 3}, {"layers": 3}, 2, [0]),  # the rank that others meet at
         ({"dp": 2, "tp": 2}, GPT, 1, [0, 1, 2]),
     ],
@@ -170,11 +153,3 @@ def test_survivors_write_what_all_ranks_had(
     assert [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])] == []
     assert all(tensor.any() for name, tensor in ours.items() if name.startswith("exp_avg_sq")), "they move"
     assert [line["kind"] for line in read_lines(run.directory.path / "events.jsonl")] == ["saved", "rescued"]
-
-
-def test_without_a_copy_of_every_rank_there_is_nothing_to_write(tmp_path: Path, data: Path) -> None:
-    """Rank 1 of three has its own state and rank 0's, rank 2's is lost."""
-    with trained(tmp_path, data, 1, 2, {"pp": 3}, {"layers": 3}) as (ranks, run):
-        ranks.kill([0, 2])
-        assert run.rescue() == []
-    assert not run.homes.steps()

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from braid.actors.stage.data.mixture import open_splits
 from braid.actors.stage.data.sample_order import sample_ids
 from braid.actors.stage.data.token_files import DataIndex, TokenShard, TokenShards, read_index
 from braid.actors.stage.files.reading import UnreadableError
@@ -49,7 +50,7 @@ def counting(*lengths: int) -> list[np.ndarray]:
 # Order of samples.
 
 
-@given(seed=st.integers(-(2**70), 2**70), samples=st.integers(1, 3000), epoch=st.integers(0, 2**70))
+@given(seed=st.integers(-(2**70), 2**70), samples=st.integers(1, 3000), epoch=st.integers(0, 2**50))
 def test_any_epoch_is_a_permutation(seed: int, samples: int, epoch: int) -> None:
     ids = sample_ids(seed, samples, epoch * samples, samples)
     assert np.array_equal(np.sort(ids), np.arange(samples))
@@ -122,8 +123,8 @@ def test_windows_are_those_of_the_joined_shards(
 @pytest.mark.parametrize("sample", [-1, 8])
 def test_a_sample_outside_is_refused(tmp_path: Path, sample: int) -> None:
     write_data(tmp_path, counting(33))
-    with pytest.raises(IndexError, match=f"sample {sample} of 8"):
-        TokenShards.open(tmp_path, "train", 4).tokens_at(np.array([sample]))
+    with pytest.raises(IndexError, match=f"samples {sample} to {sample} of 8"):
+        open_splits(tmp_path, 4)[0].tokens_at(np.array([sample]))
 
 
 def test_bytes_are_those_of_the_tokens(tmp_path: Path) -> None:
@@ -170,12 +171,12 @@ def edit_shard(folder: Path, **entries: object) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda d: (d / "index.json").unlink(), "cannot read index.json.*run `braid prepare`"),
+        (lambda d: (d / "index.json").unlink(), "cannot read index.json.*`braid prepare`"),
         (lambda d: (d / "index.json").write_text("{"), "is not JSON; prepare it again"),
         (lambda d: (d / "index.json").write_text("[" * 100_000), "is not JSON; prepare it again"),
         (lambda d: (d / "index.json").write_bytes(b"\xff"), "is not JSON; prepare it again"),
-        (lambda d: (d / "index.json").write_text("[]"), "not that of a Braid data set"),
-        (lambda d: edit(d, format="npm"), "not that of a Braid data set"),
+        (lambda d: (d / "index.json").write_text("[]"), "not of the format braid-tokens"),
+        (lambda d: edit(d, format="npm"), "not of the format braid-tokens"),
         (lambda d: edit(d, version=2), "has version 2, this Braid reads 1; prepare it again"),
         (lambda d: edit(d, more=1), "damaged .more: "),
         (lambda d: edit(d, dtype="float64"), "damaged .dtype: Input should be 'uint16' or 'uint32'"),

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.actors.stage.state.eight_bit import EightBitAdamW, QuantisedMoment
+from braid.actors.stage.state.adamw import EightBitAdamW, QuantisedMoment
 from braid.scheduling.schedule.states import BLOCK, OptimizerStates, quantised_elements
 
 torchao_optim = pytest.importorskip("torchao.optim")

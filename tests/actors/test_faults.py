@@ -17,14 +17,11 @@ from braid.actors.controller.planning import build_schedule
 from braid.actors.stage.model.layers import load_layers
 from braid.actors.stage.rank.faults import FOLDER, Saboteur, fire, fired_at, let_go
 from braid.actors.stage.rank.messages import Fault, FaultKind, FaultPhase
-from braid.scheduling.generate.lower import scheduled_parts
-from braid.scheduling.model.layers import model_parts
 from braid.scheduling.schedule.code import Stretch
 from braid.scheduling.schedule.operations import Compute, Direction, Gather, Norm, Reduce, Start, Step
 from braid.scheduling.schedule.schedule import passes_in
-from braid.scheduling.schedule.text import parse, write
-from braid.scheduling.schedule.validate import linked
-from tests.end_to_end.runs import BYTES_VOCABULARY, small_config
+from tests.actors.test_bytes_of_shares import code_of
+from tests.end_to_end.runs import run_plan, small_config
 
 
 @pytest.fixture
@@ -36,19 +33,9 @@ def stretches(tmp_path: Path) -> tuple[Stretch, ...]:
 def of_first_stage(
     tmp_path: Path, parallel: dict[str, int], schedule: str | None = None
 ) -> tuple[Stretch, ...]:
-    """Code as a rank links it."""
     overlap = {} if schedule is None else {"overlap": {"schedule": schedule}}
-    config = small_config(tmp_path / "runs", parallel=parallel, **overlap)
-    shape = config.check(BYTES_VOCABULARY)
-    found, sizes = parse(write(build_schedule(config, shape))), config.sizes(shape)
-    units = scheduled_parts(
-        model_parts(sizes, {kind: one.graph for kind, one in load_layers({}).items()}),
-        config.layout(),
-        sizes.kinds,
-        unit_layers=found.unit_layers,
-        partitions=found.partitions,
-    )
-    return linked(found, config.layout(), sizes.kinds, units).stages[0]
+    plan = run_plan(small_config(tmp_path / "runs", parallel=parallel, **overlap))
+    return code_of(plan).stages[0]
 
 
 @pytest.fixture

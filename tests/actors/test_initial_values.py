@@ -2,12 +2,10 @@
 
 import hashlib
 import random
-from unittest.mock import patch
 
 import pytest
 import torch
 
-from braid.actors.stage.state import parameters
 from braid.actors.stage.state.parameters import GlobalParameter
 
 SHAPES = [(1 << 21,), (1000, 1500), (1024, 1024), (700, 3000), (5, 600, 700), (70, 3, 90, 80)]
@@ -43,22 +41,3 @@ def test_small_tensors_are_drawn_whole_as_they_always_were() -> None:
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     found = GlobalParameter(name="layers.0.w", shape=(64, 96), deviation=0.5).initial_box(3, (8, 0), (16, 96))
     assert torch.equal(found, torch.randn(64, 96, generator=generator)[8:24] * 0.5)
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-def test_a_rank_draws_little_more_than_it_holds(dim: int) -> None:
-    """A weight of Llama-3.1-8B, cut over eight ranks either way; experts, over as many."""
-    drawn = []
-    whole = parameters._drawn
-
-    def counted(source: str, shape: list[int]) -> torch.Tensor:
-        drawn.append(torch.Size(shape).numel())
-        return whole(source, shape)
-
-    with patch.object(parameters, "_drawn", counted):
-        for shape, cut in (((4096, 14336), dim), ((64, 1024, 512), 0)):
-            drawn.clear()
-            sizes = [extent // 8 if at == cut else extent for at, extent in enumerate(shape)]
-            offsets = [3 * sizes[at] if at == cut else 0 for at in range(len(shape))]
-            GlobalParameter(name="w", shape=shape, deviation=1.0).initial_box(0, offsets, sizes)
-            assert sum(drawn) <= 1.15 * torch.Size(sizes).numel()

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from braid.actors.stage.files import checked_files
+from braid.actors.stage.files import checkpoint_files
 from braid.actors.stage.files.digests import damage
 from braid.actors.stage.measure.telemetry import Recorder
 from braid.actors.stage.rank.groups import build_mesh, make_world
@@ -75,7 +75,7 @@ class Trained:
             self.buckets.square()
             self.buckets.start(Reduce(None, "tp"))
             self.buckets.wait(Reduce(None, "tp"))
-            self.optimizer.step(step)
+            self.optimizer.begin(step).step()
 
     def state(self) -> list[torch.Tensor]:
         return [entry.tensor.detach().clone() for entry in self.optimizer.entries()]
@@ -111,6 +111,8 @@ def run_rank(rank: int, folder: str, port: int, kind: str) -> None:
 def saved_and_restored(rank: int, home: Path, kind: str) -> None:
     trained, copies = Trained(rank, kind), Copies()
     optimizer = trained.optimizer
+    with pytest.raises(ValueError, match=r"checkpoint.copies_mb=1: copies in memory take \d+ MiB"):
+        copies.join(optimizer, LAYOUT, LAYOUT.mesh, 1, 1 << 20, LIMIT)
     copies.join(optimizer, LAYOUT, LAYOUT.mesh, 1, None, LIMIT)
     saves = Saves(optimizer, save_group(LIMIT))
     trained.train(0, SAVED)
@@ -217,7 +219,7 @@ def run_saving_rank(rank: int, folder: str, port: int, asynchronous: bool, limit
         dist.barrier()
         group = dist.new_group(backend="gloo", timeout=SHORT) if limited else save_group(SHORT)
         saves = Saves(trained.optimizer, group)
-        stream = checked_files._HashedStream
+        stream = checkpoint_files._HashedStream
         write = partial(slow, stream.write, time.monotonic()) if rank == 1 else stream.write
         with patch.object(stream, "write", lambda *arguments: write(*arguments)):
             written, told = watched(saves, lambda: saved(saves, Path(folder), asynchronous))

@@ -12,8 +12,6 @@ import torch
 
 from braid.actors.stage.measure import kernel_uses
 from braid.actors.stage.measure.kernel_uses import KernelChoice, uses
-from braid.actors.stage.model.context import ModuleContext
-from braid.actors.stage.model.expert_modules import expert_modules
 from braid.actors.stage.model.model import StageModel
 from braid.actors.stage.rank.groups import Mesh, build_mesh
 from braid.actors.stage.rank.log import HEADER
@@ -24,7 +22,7 @@ from braid.kernels.trials import Laboratory, Measured, Use
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.model.layers import built_in_parts
 from braid.scheduling.model.operators import Phase
-from braid.scheduling.model.sizes import PartSizes, part_sizes
+from braid.scheduling.model.sizes import part_sizes
 from tests.scheduling.cases import GPT, LLAMA, MICRO_BATCH
 
 CPU = torch.device("cpu")
@@ -219,19 +217,3 @@ def test_a_gpu_measures_once_and_says_what_it_took(
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     family(choice)
     assert gpu.measured == 2 * list(CHOSEN), "another question"
-
-
-def context_with(sizes: PartSizes, choice: dict[str, str]) -> ModuleContext:
-    place, family = Place.of(ParallelLayout().mesh, 0), chosen_family(choice)
-    return ModuleContext(sizes=sizes, place=place, device=CPU, dtype=torch.float32, operators=family)
-
-
-def test_modules_are_made_of_what_was_chosen() -> None:
-    context = context_with(SIZES, {"attention": "torch+flash", "swiglu": "triton"})
-    attention: Any = context.attention().module
-    assert attention.backend is torch.nn.attention.SDPBackend.FLASH_ATTENTION
-    assert type(context.activation().module) is context.operators.swiglu
-    context = context_with(part_sizes(MOE, ParallelLayout(), 1), {"unpermute": "triton"})
-    made = {name: type(one.module) for name, one in expert_modules(context, "layers.0").items()}
-    assert (made["permute"], made["unpermute"]) == (TORCH.permute, context.operators.unpermute)
-    assert made["unpermute"] is not TORCH.unpermute

@@ -12,7 +12,7 @@ from braid.actors.stage.rank.groups import build_mesh
 from braid.actors.stage.run.gloo_streams import HostStreams
 from braid.actors.stage.state import muon
 from braid.actors.stage.state.buckets import RankBuckets
-from braid.actors.stage.state.muon import MatrixPart, orthogonal_descent
+from braid.actors.stage.state.muon import MatrixPart
 from braid.actors.stage.state.optimizer import Optimizer, OptimizerSettings
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.schedule import buckets
@@ -25,10 +25,7 @@ MOE = replace(SHAPE, family="moe", experts=4, top_k=2, shared_experts=1)
 LAYOUTS = [
     (ParallelLayout(), SHAPE),
     (ParallelLayout(tp=2), SHAPE),
-    (ParallelLayout(dp=2, zero=3), SHAPE),
-    (ParallelLayout(dp=2, ep=2), MOE),
     (ParallelLayout(dp=4, ep=2, zero=2), MOE),
-    (ParallelLayout(dp=2, tp=2, zero=1), SHAPE),
     (ParallelLayout(tp=2, tensor_degrees=(2, 1, 1, 2)), SHAPE),
     (ParallelLayout(dp=4, zero=3, shards=2), SHAPE),
 ]
@@ -58,7 +55,7 @@ def trained(rank: int, layout: ParallelLayout, shape: Any) -> Optimizer:
                 gradient = drawn(piece.source.name, piece.source.shape, step)
                 piece.of_local(shard.gradient).copy_(piece.of_global(gradient))
         rank_buckets.square()
-        optimizer.step(step)
+        optimizer.begin(step).step()
     return optimizer
 
 
@@ -107,18 +104,6 @@ def run_rank(rank: int, number: int, least: int, port: int) -> None:
 @pytest.mark.parametrize("number", range(len(LAYOUTS)), ids=lambda n: LAYOUTS[n][0].describe())
 def test_matrices_are_updated_as_torch_updates_whole_ones(number: int) -> None:
     run_forked(run_rank, (number, 2048, port_here()), nprocs=LAYOUTS[number][0].ranks)
-
-
-def test_the_direction_is_the_step_of_torch() -> None:
-    """Of tall, wide and square matrices, in bf16, bit for bit; near the orthogonal factor of the momentum."""
-    for rows, columns in ((48, 32), (32, 48), (40, 40), (1, 16), (16, 1)):
-        gradient = torch.randn(rows, columns)
-        weight = torch.nn.Parameter(torch.zeros(rows, columns))
-        weight.grad = gradient.clone()
-        torch.optim.Muon([weight], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False).step()
-        scale = max(1.0, rows / columns) ** 0.5
-        found = orthogonal_descent(gradient.bfloat16()).float()
-        assert torch.equal(found, (weight.detach() / scale).bfloat16().float())
 
 
 def test_owners_share_the_work() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from braid.actors.stage.rank.network import _SO_MAX_PACING_RATE, Connections, store_on
+from braid.actors.stage.rank.membership import _SO_MAX_PACING_RATE, Connections, store_on
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux paces sockets")
 

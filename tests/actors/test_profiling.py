@@ -19,7 +19,7 @@ from braid.actors.controller.planning import model_graphs
 from braid.actors.controller.profiling import Profiled, find_or_measure, known_profile, profile_key
 from braid.actors.controller.ranks.processes import ProcessLauncher
 from braid.actors.stage.measure.link_times import _ALONG
-from braid.actors.stage.rank.messages import COMPUTE, Samples, Together
+from braid.actors.stage.rank.messages import Samples, Together
 from braid.scheduling.cost.profile import Profile, parse_profile
 from braid.scheduling.mesh.cluster import Stream
 from braid.scheduling.mesh.layout import ParallelLayout
@@ -62,7 +62,6 @@ def samples_of(config: Config, draw: random.Random, oef: float) -> Samples:
         for key in solo
         if key not in spare_of
     }
-    together["layer/qkv", COMPUTE] = [Together(operator_ns=0, other_ns=800_000, both_ns=1_600_000)] * 5
     return Samples(
         solo_ns=solo,
         together=together,
@@ -102,7 +101,6 @@ def test_ranks_are_combined(tmp_path: Path) -> None:
     assert profile.solo_ns["layer/qkv"] == pytest.approx(800_000, rel=0.002)
     assert profile.oef["gemm|intra"] == pytest.approx(0.75, abs=0.01)
     assert 1 - profile.slowdown("layer/qkv", "layer/mlp_gather") == pytest.approx(0.75, abs=0.01)
-    assert profile.oef["gemm|gemm"] == pytest.approx(0.0, abs=0.01), "two computations gain nothing"
     assert profile.effect("inter", "layer/mlp_gather") == profile.effect("inter", "inter") == 0
     fit = profile.transfers["pp/send_receive"]
     assert fit.ns_per_byte == pytest.approx(0.9875)

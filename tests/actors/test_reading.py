@@ -10,8 +10,8 @@ from braid.actors.controller.ranks.group import raised
 from braid.actors.controller.state.manifest import CheckpointError, read_manifest
 from braid.actors.stage.data.samples import ReadingAhead
 from braid.actors.stage.data.token_files import read_index
+from braid.actors.stage.files.checkpoint_files import GuardedReader
 from braid.actors.stage.files.digests import damage, damage_in_share
-from braid.actors.stage.files.guarded_reader import GuardedReader
 from braid.actors.stage.files.reading import UnreadableError, open_regular
 
 

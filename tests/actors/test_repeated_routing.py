@@ -34,13 +34,6 @@ def routed(experts: int, top_k: int) -> tuple[torch.Tensor, ...]:
         return router(torch.randn(TOKENS, HIDDEN))
 
 
-def test_without_a_wish_routers_choose() -> None:
-    model, op = of_experts(8, 2, 2)
-    repeated = RepeatedRouting(model, ())
-    results = routed(8, 2)
-    assert all(a is b for a, b in zip(repeated.of(op, results), results, strict=True))
-
-
 def test_choices_of_a_run_come_back_by_turns() -> None:
     model, op = of_experts(8, 2, 2)
     choices = [routed(8, 2)[1] for _ in range(3)]
@@ -63,10 +56,10 @@ def test_rows_of_this_rank_are_told_pass_by_pass() -> None:
     assert repeated.rows == [8, 9]
 
 
-@pytest.mark.parametrize(("ep", "capacity"), [(1, 0.0), (2, 1.0)])
-def test_where_ranks_have_as_many_rows_nothing_changes(ep: int, capacity: float) -> None:
+@pytest.mark.parametrize(("ep", "capacity", "choices"), [(1, 0.0, True), (2, 1.0, True), (2, 0.0, False)])
+def test_routers_choose_where_ranks_have_as_many_rows_or_nothing_was_recorded(
+    ep: int, capacity: float, choices: bool
+) -> None:
     model, op = of_experts(8, 2, ep, capacity)
-    repeated = RepeatedRouting(model, ())
     results = routed(8, 2)
-    assert repeated.of(op, results) is results
-    assert not repeated.rows
+    assert RepeatedRouting(model, [results[1].clone()] * choices).of(op, results) is results

@@ -9,9 +9,8 @@ import torch
 
 from braid import train
 from braid.actors.config import Config, parse_config
-from braid.actors.stage.measure.torch_profile import TorchProfile, named
+from braid.actors.stage.measure.torch_profile import TorchProfile
 from braid.dashboards.trace_folder import TraceFolder
-from braid.scheduling.schedule.operations import Barrier, Compute, Norm
 from tests.end_to_end.command import BASE, write_corpus
 
 
@@ -56,28 +55,6 @@ def test_a_profiled_run(tmp_path: Path) -> None:
     for name, count in spans.items():
         ranges = names.count(name) + names.count(f"start {name}")
         assert ranges == count, (name, ranges, count)
-
-
-class Ranges:
-    """Counts ranges instead of recording them."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    def __call__(self, name: str) -> "Ranges":
-        self.names.append(name)
-        return self
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *error: object) -> None: ...
-
-
-def test_only_what_takes_time_has_a_range() -> None:
-    ranges, ran = Ranges(), []
-    for operation in (Compute(what=Norm()), Barrier()):
-        named(ranges, operation, ran.append)("x")
-    assert (ranges.names, ran) == (["norm"], ["x", "x"])
 
 
 def test_ranges_cost_nothing_unless_somebody_records_them(tmp_path: Path) -> None:

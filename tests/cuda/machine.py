@@ -22,8 +22,8 @@ from unittest.mock import patch
 from braid.actors.stage.rank.groups import pairs_of
 from braid.kernels.collectives.communicator import Communicator
 from braid.kernels.collectives.primitives import Channel, Line
+from braid.kernels.operators.embedding import VocabularyShard
 from braid.kernels.operators.permute import Dispatch
-from braid.kernels.operators.vocabulary import VocabularyShard
 from tests.cuda.communicators import ModelGroup, Shared
 from tests.cuda.host_memory import HostMemory
 from tests.cuda.log import LostError, RankLog

@@ -182,7 +182,7 @@ _FAULTS: dict[Case, dict[str, Callable[[], Altered]]] = {
     },
     replace(PLAIN, dp=2): {
         "a rank uses the communicator of another axis": lambda: on_rank_one(
-            Mesh, "shared", lambda whole, own, axis: whole(own, "tp" if axis == "dp" else axis)
+            Mesh, "line", lambda whole, own, axis: whole(own, "tp" if axis == "dp" else axis)
         ),
     },
     BUCKETS: {

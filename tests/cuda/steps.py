@@ -19,7 +19,7 @@ from braid.actors.stage.rank.assembly import Assembly, assemble, join
 from braid.actors.stage.rank.membership import Membership
 from braid.actors.stage.rank.messages import RunPlan
 from braid.actors.stage.run.micro_batch import MicroBatch
-from braid.actors.stage.state.host_state import HostState, take
+from braid.actors.stage.state.copies import HostState, take
 from braid.scheduling.generate.lower import Choices, training_schedule
 from braid.scheduling.generate.partitions import with_partitions
 from braid.scheduling.mesh.layout import ParallelLayout
@@ -197,7 +197,7 @@ class Ranked:
 
     def step(self, step: int) -> None:
         """One optimizer step."""
-        update = self.parts.update(step, self.membership.intact)
+        update = self.parts.optimizer.begin(step, self.membership.intact)
         tokens = self.case.micro_batches * self.case.layout.dp * MICRO_BATCH * self.case.shape.sequence
         loss = self.parts.executor.run(self.given[step], 1.0 / tokens, update)
         self.found[f"loss {step}"], self.found[f"norm {step}"] = loss, update.gradient_norm

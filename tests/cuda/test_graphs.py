@@ -90,7 +90,9 @@ def one_rank(
         if case.graph:
             executor.graph = StepGraph(rank.parts.streams, recorder, always=always)
         for step, (scale, recorder.recording) in enumerate(zip(scales, recording, strict=True)):
-            loss = executor.run(rank.given[step], scale, rank.parts.update(step, rank.membership.intact))
+            loss = executor.run(
+                rank.given[step], scale, rank.parts.optimizer.begin(step, rank.membership.intact)
+            )
             told.append((loss, recorder.count))
 
     with counted(captures):

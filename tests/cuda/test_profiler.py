@@ -13,10 +13,10 @@ from braid.actors.stage.measure.profiling import Profiler
 from braid.actors.stage.measure.telemetry import Recorder
 from braid.actors.stage.model.model import StageModel
 from braid.actors.stage.rank.groups import build_mesh
-from braid.actors.stage.rank.messages import COMPUTE, Samples
+from braid.actors.stage.rank.messages import Samples
 from braid.actors.stage.run.cuda_streams import CudaStreams
 from braid.actors.stage.state.buckets import RankBuckets
-from braid.kernels.operators.vocabulary import VocabularyShard
+from braid.kernels.operators.embedding import VocabularyShard
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.model.layers import built_in_parts
 from braid.scheduling.model.operators import Operator
@@ -74,6 +74,7 @@ def profiled(monkeypatch: pytest.MonkeyPatch, device: TimedDevice) -> Measured:
         model.initialise(0)
         streams = CudaStreams(device)
         RankBuckets(model.parameters, mesh, streams, Recorder(streams, recording=False))
+        monkeypatch.setattr(profiling, "_WARMING", 192)  # this device computes as slowly as a CPU
         monkeypatch.setattr(profiling, "method_of", watched)
         monkeypatch.setattr(VocabularyShard, "_check", lambda self, tokens: None)  # on CPU alone
         profiler = Profiler(built_in_parts(sizes), model, mesh, streams)
@@ -98,20 +99,16 @@ def test_operators_take_what_the_device_takes(measured: Measured) -> None:
 
 
 def test_nothing_slows_down_where_nothing_is_shared(measured: Measured) -> None:
-    """Beside a transfer or another computation operators take what they take alone; they overlap with it."""
+    """Beside a transfer operators take what they take alone; they overlap with it."""
     samples, took = measured
     beside = {name for _, name in samples.together}
-    assert COMPUTE in beside
     assert len(beside) > 2
     delays = []
     for (key, name), times in samples.together.items():
         alone = took[key]
         for one in times:
             assert one.operator_ns == NEAR(alone, abs=2), (key, name)
-            if name == COMPUTE:
-                assert one.both_ns == NEAR(max(alone, one.other_ns), abs=2), (key, alone, one)
-            else:
-                assert one.other_ns == NEAR(samples.spares[name][0], abs=2)
-                assert one.both_ns == NEAR(max(one.delay_ns + alone, one.other_ns), abs=2)
-                delays.append(one.delay_ns)
+            assert one.other_ns == NEAR(samples.spares[name][0], abs=2)
+            assert one.both_ns == NEAR(max(one.delay_ns + alone, one.other_ns), abs=2)
+            delays.append(one.delay_ns)
     assert max(delays) > 1_000, "operators begin at any time meanwhile"

@@ -21,7 +21,7 @@ from torch import Tensor
 from braid.actors.config import Config, TrainConfig, parse_config
 from braid.actors.controller.planning import model_graphs, setting_of
 from braid.actors.stage.data.samples import Batches, ReplicaSamples
-from braid.actors.stage.measure.memory_meter import held_bytes
+from braid.actors.stage.measure.memory import held_bytes
 from braid.actors.stage.measure.telemetry import Recorder
 from braid.actors.stage.rank.assembly import Assembly, assemble, join
 from braid.actors.stage.rank.messages import RunPlan
@@ -131,7 +131,7 @@ def train(
         last = rank.bind(rank.code, recorder=Recorder(rank.streams, recording=False), watch=watch)
         log.begin()
         for step in range(STEPS):
-            update = rank.update(step, lambda: None)
+            update = rank.optimizer.begin(step)
             executor = rank.executor if step < STEPS - 1 else last
             loss = executor.run(given[step], 1.0 / (batch * shape.sequence), update)
             told[log.rank].append((loss if rank.model.tells_loss else 0.0, update.gradient_norm))

@@ -122,14 +122,10 @@ class Exchange:
         self.stored = cache(self._stored)
         self._references: dict[tuple[str, str], tuple[list[float], list[float]]] = {}
 
-    def _stored(
-        self, kind: str, dtype: torch.dtype = torch.float32, shard: str = "5GB", whole_experts: bool = False
-    ) -> Path:
-        """A random model as `transformers` saves it; with all experts in one tensor if so asked."""
-        directory = self._path / "stored" / f"{kind} {dtype} {shard} {whole_experts}"
-        random_model(kind, self._seed).to(dtype).save_pretrained(
-            directory, max_shard_size=shard, save_original_format=not whole_experts
-        )
+    def _stored(self, kind: str, dtype: torch.dtype = torch.float32, shard: str = "5GB") -> Path:
+        """A random model as `transformers` saves it."""
+        directory = self._path / "stored" / f"{kind} {dtype} {shard}"
+        random_model(kind, self._seed).to(dtype).save_pretrained(directory, max_shard_size=shard)
         return directory
 
     def run(
@@ -248,18 +244,6 @@ def test_there_and_back_changes_no_bit(exchange: Exchange, kind: str, layout: st
     assert_same_bits(tensors_in(target), tensors_in(exchange.stored(kind)))
     assert initial_shape(target, {}) == initial_shape(exchange.stored(kind), {})
     assert_same_logits(target, exchange.stored(kind))
-
-
-@pytest.mark.parametrize(
-    "kind", ["mixtral", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen3 moe", "phi moe"))]
-)
-def test_experts_in_one_tensor(exchange: Exchange, kind: str) -> None:
-    """The form that the modules of `transformers` have; what is written is the other one."""
-    stacked = exchange.stored(kind, whole_experts=True)
-    assert any(name.endswith("experts.gate_up_proj") for name in tensors_in(stacked))
-    for layout in ("ep 2", "tp 2"):
-        run = exchange.run(kind, layout, stacked, until=1, **FROZEN)
-        assert_same_bits(tensors_in(exchange.exported(run)), tensors_in(exchange.stored(kind)))
 
 
 def test_a_capacity_is_of_training(exchange: Exchange, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ from braid.actors.controller.ranks.processes import ProcessLauncher
 from braid.actors.controller.records.json_lines import read_lines
 from braid.actors.controller.records.run_records import CheckpointSaved, Event, Finished, Incident, StepDone
 from braid.actors.controller.state.manifest import MANIFEST, CheckpointError, verify
-from braid.actors.stage.files.checked_files import CheckedWriter
+from braid.actors.stage.files.checkpoint_files import CheckedWriter
 from braid.actors.stage.rank.faults import FOLDER, fire, fired_at
 from braid.actors.stage.rank.messages import Written
 from braid.actors.stage.rank.worker import Worker

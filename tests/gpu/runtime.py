@@ -17,7 +17,7 @@ from torch import Tensor
 from braid.actors.controller.combining import combine
 from braid.actors.stage.measure.kernel_uses import KernelChoice
 from braid.actors.stage.measure.profiling import Profiler
-from braid.actors.stage.rank.assembly import code_of, put_together
+from braid.actors.stage.rank.assembly import Assembly, code_of
 from braid.actors.stage.rank.groups import Mesh, build_mesh
 from braid.actors.stage.rank.messages import Samples
 from braid.actors.stage.run.accelerator import accelerator_of
@@ -133,7 +133,7 @@ class LocalRank:
 
     def __init__(self, job: Job, mesh: Mesh, device: torch.device) -> None:
         self.job, self.mesh, self.device, choice = job, mesh, device, KernelChoice()
-        self.parts = put_together(
+        self.parts = Assembly(
             *(mesh, device, accelerator_of(device)),
             **{name: getattr(job, name) for name in ("sizes", "settings", "dtype", "kernels", "spans")},
             parts=job.graphs,
@@ -158,7 +158,7 @@ class LocalRank:
         at_end = self.mesh.position["pp"] in (0, self.job.layout.pp - 1)
         windows = ((window[:, :-1], window[:, 1:]) for window in self.job.windows(step, self.device))
         batches = [MicroBatch(x.reshape(-1), y.reshape(-1)) if at_end else None for x, y in windows]
-        update = self.parts.update(step)
+        update = self.parts.optimizer.begin(step)
         synchronise(self.device)
         begin = perf_counter()
         loss = executor.run(batches, 1.0 / self.job.tokens, update) / self.job.tokens
@@ -190,7 +190,7 @@ class LocalRank:
     def profile(self, rounds: int) -> Samples:
         """Time operators alone and together, as all ranks do at once; training begins anew afterwards."""
         profiler = Profiler(self.job.graphs, self.parts.model, self.mesh, self.streams)
-        samples = profiler.run(rounds, self.parts.buckets.square, lambda: self.optimizer.step(0))
+        samples = profiler.run(rounds, self.parts.buckets.square, self.optimizer.step)
         self.reset()
         return samples
 

@@ -21,7 +21,7 @@ import torch.multiprocessing as mp
 
 from braid.actors.controller.ranks.rank_environment import default_environment
 from braid.actors.stage.rank.groups import build_mesh, make_world
-from braid.actors.stage.rank.network import bind_gloo
+from braid.actors.stage.rank.membership import bind_gloo
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.schedule.schedule import Schedule
 from braid.scheduling.schedule.text import parse, write

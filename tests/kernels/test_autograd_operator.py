@@ -1,4 +1,4 @@
-"""User modules through autograd, with and without a separate weight gradient."""
+"""User modules through autograd."""
 
 import gc
 import weakref
@@ -28,8 +28,8 @@ class Mixed(nn.Module):
         return hidden * self.frozen, skip * hidden.sum(-1, keepdim=True)
 
 
-def run(operator, module, order):
-    """Compare with plain autograd; ``order`` names the gradient methods to call. Returns the graph."""
+def run(operator, module):
+    """Compare with plain autograd; return the graph and the gradients of the outputs."""
     torch.manual_seed(1)
     before = prepare(operator, torch.float64)
     x, skip = torch.randn(6, 3).requires_grad_(), torch.randn(6, 1).requires_grad_()
@@ -42,8 +42,8 @@ def run(operator, module, order):
     with torch.no_grad():
         *actual, graph = operator(x.detach(), index, skip.detach())
         assert all(torch.equal(a, b) and not a.requires_grad for a, b in zip(actual, outputs, strict=True))
-        results = {method: getattr(operator, method)(*d_outputs, graph) for method in order}
-    for gradient, reference in zip(results["input_gradient"], expected[:2], strict=True):
+        d_inputs = operator.input_gradient(*d_outputs, graph)
+    for gradient, reference in zip(d_inputs, expected[:2], strict=True):
         assert_close(gradient, reference)
     changed = dict(zip(names, expected[2:], strict=True))
     for name, _ in module.named_parameters():
@@ -58,18 +58,10 @@ def _double():
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize(
-    ("splits", "order"),
-    [
-        (False, ["input_gradient", "weight_gradient"]),
-        (True, ["input_gradient", "weight_gradient"]),
-        (True, ["weight_gradient", "input_gradient"]),
-    ],
-)
-def test_any_module_equals_autograd(splits, order):
+def test_any_module_equals_autograd():
     module = Mixed()
-    operator = AutogradOperator(module=module, splits_weight_gradient=splits)
-    graph, d_outputs = run(operator, module, order)
+    operator = AutogradOperator(module=module)
+    graph, d_outputs = run(operator, module)
     assert graph.inputs == ()
     with pytest.raises(AssertionError, match="freed"):
         operator.input_gradient(*d_outputs, graph)
@@ -89,8 +81,7 @@ def test_input_that_the_output_ignores_gets_zeros():
     assert torch.equal(dy, torch.zeros(2))
 
 
-@pytest.mark.parametrize("splits", [False, True])
-def test_graph_frees_what_it_saved(splits):
+def test_graph_frees_what_it_saved():
     saved = []
 
     class Watched(nn.Module):
@@ -103,7 +94,7 @@ def test_graph_frees_what_it_saved(splits):
             saved.append(weakref.ref(inner.untyped_storage()))
             return inner.sin()
 
-    operator = AutogradOperator(module=Watched(), splits_weight_gradient=splits)
+    operator = AutogradOperator(module=Watched())
     prepare(operator, torch.float64)
     with torch.no_grad():
         x = torch.ones(3)
@@ -113,7 +104,6 @@ def test_graph_frees_what_it_saved(splits):
         gc.collect()
         assert all(reference() is not None for reference in saved)
         operator.input_gradient(torch.ones(3), graph)
-        operator.weight_gradient(torch.ones(3), graph)
     gc.collect()
     assert graph.inputs == ()
     assert all(reference() is None for reference in saved)

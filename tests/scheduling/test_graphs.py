@@ -150,8 +150,7 @@ def random_parts(draw: st.DrawFn) -> Part:
             case "residual" if (other := pick()) != x:
                 y = g.residual(name, x, other)
             case _:
-                splits = draw(st.booleans())
-                y = g.custom(name, x, saved_elements=8, flops=3, splits_weight_gradient=splits)
+                y = g.custom(name, x, saved_elements=8, flops=3)
         values.append(y)
         unread.append(y)
     y = unread[0]

@@ -238,7 +238,7 @@ def _ignore_signals() -> None:
 
 def _served(process: JoinedProcess, plate: Plate) -> bool:
     """Be a rank of the next group of ranks (of a profile, of the run); return False if no other will come."""
-    from braid.actors.stage.rank.joined import JoinedWorker
+    from braid.actors.stage.rank.worker import JoinedWorker
 
     address = own_address(process)
     try:

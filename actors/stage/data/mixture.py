@@ -1,4 +1,5 @@
-"""A mixture of prepared data sets: which set each sample comes from, and one numbering for all samples.
+"""The data of a run, one prepared data set or a mixture of several: one numbering and one order for all
+samples.
 
 `braid.jobs.data.data_sets` writes `MIXTURE_FILE`, which names the sets' folders and weights. Every set has
 exactly its share of every `BLOCK` positions, and its samples come in epochs of their own.
@@ -12,17 +13,18 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict
 
 from braid.actors.stage.data.sample_order import sample_ids, sample_ids_at
-from braid.actors.stage.data.token_files import TRAIN, VALIDATION, TokenShards, read_index
-from braid.actors.stage.files.reading import UnreadableError, read_text
+from braid.actors.stage.data.token_files import TRAIN, VALIDATION, TokenShards, read_description, read_index
 
 MIXTURE_FILE = "mixture.json"
 MIXTURE_FORMAT = "braid-mixture"
 MIXTURE_VERSION = 1
+_AGAIN = "start the run again"
 BLOCK = 2**16
 """Number of positions in which every set has exactly its share."""
 
@@ -61,53 +63,37 @@ def write_mixture(sets: Sequence[MixedSet]) -> str:
 
 
 def read_mixture(directory: Path) -> tuple[MixedSet, ...]:
-    """Read the sets of a mixture. Raise `UnreadableError` if the file cannot be read, and `ValueError` if it
-    is damaged or of another version."""
-    where, again = f"data set {directory}: {MIXTURE_FILE}", "start the run again"
-    try:
-        content = json.loads(read_text(directory / MIXTURE_FILE))
-        if not isinstance(content, dict) or content.get("format") != MIXTURE_FORMAT:
-            raise ValueError("it is not that of a mixture")
-        if content.get("version") != MIXTURE_VERSION:
-            raise ValueError(f"it has version {content.get('version')!r}, this Braid reads {MIXTURE_VERSION}")
-        sets: tuple[MixedSet, ...] = TypeAdapter(tuple[MixedSet, ...]).validate_python(content.get("sets"))
-    except OSError as fault:
-        raise UnreadableError(f"{where}: {fault.strerror}; put it where every node sees it") from None
-    except ValidationError as error:
-        wrong = error.errors(include_url=False)[0]
-        place = ".".join(map(str, wrong["loc"]))
-        raise ValueError(f"{where} is damaged (sets.{place}: {wrong['msg']}); {again}") from None
-    except (ValueError, RecursionError) as fault:
-        raise ValueError(f"{where} is damaged ({fault}); {again}") from None
+    """Read the sets of a mixture; raise as `read_description` does."""
+    path, kind = directory / MIXTURE_FILE, dict[Literal["sets"], tuple[MixedSet, ...]]
+    entries = read_description(path, MIXTURE_FORMAT, MIXTURE_VERSION, kind, _AGAIN)
+    sets: tuple[MixedSet, ...] = entries.get("sets", ())
     if not sets:
-        raise ValueError(f"{where} names no set; {again}")
+        raise ValueError(f"data set {directory}: {MIXTURE_FILE} names no set; {_AGAIN}")
     return sets
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Mixture:
-    """One split of several data sets, whose samples are numbered through; its users need not tell it from
-    `TokenShards`."""
+    """One split of a run's data sets, whose samples are numbered through."""
 
     names: tuple[str, ...]
+    """Names of the sets; data that are no mixture are one set with the name ""."""
     weights: tuple[float, ...]
     sets: tuple[TokenShards, ...]
 
     @property
     def fingerprint(self) -> str:
         """Hash of all that decides a run's samples, besides seed and batch: names, shares and tokens of the
-        sets."""
+        sets; without a mixture, of the tokens alone."""
+        if self.names == ("",):
+            return self.sets[0].index.fingerprint
         parts = zip(self.names, shares(self.weights, BLOCK), self.sets, strict=True)
-        content = [MIXTURE_VERSION, [[name, share, one.fingerprint] for name, share, one in parts]]
+        content = [MIXTURE_VERSION, [[name, share, one.index.fingerprint] for name, share, one in parts]]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     @property
     def sequence(self) -> int:
         return self.sets[0].sequence
-
-    @property
-    def end_of_document(self) -> int:
-        return self.sets[0].end_of_document
 
     @property
     def starts(self) -> np.ndarray:
@@ -123,10 +109,12 @@ class Mixture:
 
         In every block of `BLOCK` positions a permutation of the block's places decides: a set has as many
         places as its share, and they are the set's own next positions, of which every epoch has another
-        permutation of the set's samples.
+        permutation of the set's samples. Without a mixture every epoch is a permutation of all samples.
         """
+        if self.names == ("",):
+            return sample_ids(seed, self.samples, start, count)
         bounds = np.cumsum([0, *shares(self.weights, BLOCK)], dtype=np.int64)
-        blocks_N = start // BLOCK + (start % BLOCK + np.arange(count, dtype=np.int64)) // BLOCK
+        blocks_N = np.arange(start, start + count, dtype=np.int64) // BLOCK
         places_N = sample_ids(seed, BLOCK, start, count)
         sets_N, ids_N = np.searchsorted(bounds, places_N, side="right") - 1, np.empty_like(places_N)
         for k, first in enumerate(self.starts[:-1]):
@@ -174,22 +162,19 @@ class Mixture:
 
     def bytes_of(self, tokens: np.ndarray) -> int | None:
         """Return the UTF-8 bytes of the text that tokens stand for; None if a set does not know them."""
-        found = [one.bytes_of(tokens) for one in self.sets]
+        found = [one.index.bytes_of(tokens) for one in self.sets]
         return None if None in found else found[0]
 
     def _by_set(self, ids_N: np.ndarray, read: Callable[[TokenShards, np.ndarray], np.ndarray]) -> np.ndarray:
         """Return for each sample the row that ``read`` finds in its set, which gets the set's own ids."""
         if len(ids_N) and not 0 <= ids_N.min() <= ids_N.max() < self.samples:
-            raise IndexError(f"samples {ids_N.min()} to {ids_N.max()} of {self.samples} of a mixture")
+            raise IndexError(f"samples {ids_N.min()} to {ids_N.max()} of {self.samples}")
         sets_N = self.sets_of(ids_N)
         rows = [read(one, ids_N[sets_N == k] - self.starts[k]) for k, one in enumerate(self.sets)]
         found = np.empty((len(ids_N), *rows[0].shape[1:]), rows[0].dtype)
         for k, of_set in enumerate(rows):
             found[sets_N == k] = of_set
         return found
-
-
-TokenSource = TokenShards | Mixture
 
 
 def seed_of_set(seed: int, name: str) -> int:
@@ -199,7 +184,7 @@ def seed_of_set(seed: int, name: str) -> int:
 
 def open_splits(
     directory: Path | str, sequence: int, validated: Collection[str] = ()
-) -> tuple[TokenSource, TokenSource | None]:
+) -> tuple[Mixture, Mixture | None]:
     """Open a prepared data set, or a mixture of them, for training and for validation.
 
     ``validated``: names of the sets with a validation split, "" for data that are no mixture; without a name
@@ -209,14 +194,18 @@ def open_splits(
     directory = Path(directory)
     if not (directory / MIXTURE_FILE).exists():
         index = read_index(directory)
-        train = TokenShards.open(directory, TRAIN, sequence, index)
-        return train, TokenShards.open(directory, VALIDATION, sequence, index) if validated else None
+        splits = (TRAIN, VALIDATION) if validated else (TRAIN,)
+        train, *validation = (
+            Mixture(names=("",), weights=(1.0,), sets=(TokenShards.open(directory, split, sequence, index),))
+            for split in splits
+        )
+        return train, validation[0] if validation else None
     sets = read_mixture(directory)
     indices = {one.name: read_index(Path(one.directory)) for one in sets}
     tokenizers = {index.tokenizer_fingerprint: name for name, index in indices.items()}
     if len(tokenizers) > 1:
         names = " and ".join(map(repr, tokenizers.values()))
-        raise ValueError(f"data set {directory}: {names} have different tokenizers; start the run again")
+        raise ValueError(f"data set {directory}: {names} have different tokenizers; {_AGAIN}")
 
     def mixture(split: str, chosen: Sequence[MixedSet]) -> Mixture:
         opened = []

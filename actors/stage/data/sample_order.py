@@ -16,13 +16,7 @@ def sample_ids(seed: int, samples: int, start: int, count: int) -> np.ndarray:
     samples): a pure function of (seed, n, samples), whatever the number of ranks. Position step *
     global_batch + i is sample i of a step. Needs memory for ``count`` numbers only.
     """
-    assert samples >= 1, samples
-    assert start >= 0, start
-    assert count >= 0, count
-    first_epoch, first_place = divmod(start, samples)  # Python's integers: start may be any size
-    steps = np.arange(count, dtype=np.int64) + first_place
-    epochs = (steps // samples).astype(np.uint64) + np.uint64(first_epoch % 2**64)
-    return _permute(_round_keys(seed, epochs), (steps % samples).astype(np.uint64), samples)
+    return sample_ids_at(seed, samples, np.arange(start, start + count, dtype=np.int64))
 
 
 def sample_ids_at(seed: int, samples: int, positions_N: np.ndarray) -> np.ndarray:
@@ -32,9 +26,7 @@ def sample_ids_at(seed: int, samples: int, positions_N: np.ndarray) -> np.ndarra
 
 
 def samples_digest(ids: np.ndarray) -> int:
-    """Return a number that identifies a multiset of samples; digests of parts add up to the union's, modulo
-    2^64.
-    """
+    """Return a number of a multiset of samples; numbers of parts add up to the whole's, modulo 2^64."""
     mixed = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     mixed ^= mixed >> np.uint64(29)
     mixed *= np.uint64(0xBF58476D1CE4E5B9)

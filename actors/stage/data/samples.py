@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from braid.actors.config import Config
-from braid.actors.stage.data.mixture import TokenSource, open_splits
+from braid.actors.stage.data.mixture import Mixture, open_splits
 from braid.actors.stage.data.sample_order import samples_digest
 from braid.actors.stage.model.context import ModuleContext
 from braid.actors.stage.run.micro_batch import MicroBatch
@@ -38,8 +38,7 @@ Batches = list[MicroBatch | None]
 _Own = tuple[torch.Tensor, torch.Tensor | None, list[Documents]] | None
 """A rank's part of its replica's samples: tokens and their successors, 2 x N x s; weights of the successors'
 losses, N x s, None if all are 1; documents by micro-batch if tokens attend only to their own document. None
-on a rank that reads no tokens.
-"""
+on a rank that reads no tokens."""
 _Tokens = TypeVar("_Tokens")
 
 
@@ -112,9 +111,7 @@ class ReplicaSamples:
         return -(-len(self._validated) // (self._config.train.micro_batch * self._layout.sample_ranks))
 
     def of_validation(self) -> Batches:
-        """Return the micro-batches of a validation; samples that are repeated to fill micro-batches do not
-        count.
-        """
+        """Return the micro-batches of a validation; samples that only fill micro-batches do not count."""
         assert self._validation is not None
         ids, sets = self._filled()
         return self._batches(ids, self._tokens(self._validation, ids, (sets >= 0).astype(float)))
@@ -128,15 +125,12 @@ class ReplicaSamples:
         sums = [0.0] * len(self._validation.names)
         for micro_batch, loss_T in losses.items():
             batch = batches[micro_batch]
-            weights_T = None if batch is None else batch.weights
+            weights_T = batch.weights if batch is not None else None
+            weights_T = torch.ones_like(loss_T) if weights_T is None else weights_T
             sets_T = by_batch[micro_batch].repeat_interleave(len(loss_T) // by_batch.shape[1])
             for number in range(len(sums)):
-                counted_T = (sets_T == number).to(loss_T.device)
-                if weights_T is None:
-                    sums[number] += float(loss_T[counted_T].sum())
-                else:
-                    counted_T = counted_T & (weights_T != 0)
-                    sums[number] += float((loss_T[counted_T] * weights_T[counted_T]).sum())
+                counted_T = (sets_T == number).to(loss_T.device) & (weights_T != 0)
+                sums[number] += float((loss_T[counted_T] * weights_T[counted_T]).sum())
         return tuple(sums)
 
     def _filled(self) -> tuple[np.ndarray, np.ndarray]:
@@ -153,9 +147,7 @@ class ReplicaSamples:
         return [{} if batch is None else batch.documents for batch in self._batches(ids, own)]
 
     def facts(self) -> dict[str, Any]:
-        """Return the data's fingerprint, and the number of tokens that a validation predicts, also by set,
-        and of their text's bytes.
-        """
+        """Return the data's fingerprint, and the tokens and bytes of text that a validation predicts."""
         facts: dict[str, Any] = {"fingerprint": self._train.fingerprint}
         if self._validation is not None:
             ids, names = self._validated, self._validation.names
@@ -191,8 +183,7 @@ class ReplicaSamples:
 
     def _numbers(self, start: int, own: _Own) -> torch.Tensor:
         """Return the numbers of this rank's tokens, M x t, in a step whose first sample has the place
-        ``start`` in the order of samples.
-        """
+        ``start`` in the order of samples."""
         train, sequence = self._config.train, self._train.sequence
         places_N = torch.from_numpy(self._mine(np.arange(start, start + train.global_batch)))
         orders = [order for documents in (own[2] if own else []) for order in documents.orders]
@@ -202,7 +193,7 @@ class ReplicaSamples:
         numbers_Mt = token_numbers(train.seed, places_MT.chunk(self._layout.tp, dim=1)[self._place.on("tp")])
         return numbers_Mt.pin_memory() if self._device.type == "cuda" else numbers_Mt
 
-    def _tokens(self, shards: TokenSource, ids: np.ndarray, weights_N: np.ndarray) -> _Own:
+    def _tokens(self, shards: Mixture, ids: np.ndarray, weights_N: np.ndarray) -> _Own:
         """Read this rank's tokens of the given samples, into pinned host memory if a GPU will copy them.
 
         ``weights_N``: the weight of the loss of each sample's targets that count.
@@ -234,7 +225,7 @@ class ReplicaSamples:
             return weights_N1.expand(own_Ns.shape).contiguous()
         return (weights_N1 * torch.from_numpy(masks_Ns)).gather(1, own_Ns)
 
-    def _orders(self, shards: TokenSource, ids: np.ndarray) -> list[TokenOrder]:
+    def _orders(self, shards: Mixture, ids: np.ndarray) -> list[TokenOrder]:
         """Return, for every sample, which tokens this rank has."""
         sequence, ranks = shards.sequence, self._layout.cp
         if not self._config.data.document_mask:
@@ -247,9 +238,7 @@ class ReplicaSamples:
         return orders
 
     def _batches(self, ids: np.ndarray, own: _Own, numbers: torch.Tensor | None = None) -> Batches:
-        """Split samples into micro-batches on the device. ``numbers``: of this rank's tokens, if there is
-        dropout.
-        """
+        """Split samples into micro-batches on the device. ``numbers``: of this rank's tokens, for dropout."""
         count = len(ids) // self._config.train.micro_batch
         numbers_M: Sequence[torch.Tensor | None] = [None] * count
         if numbers is not None:
@@ -284,8 +273,7 @@ def documents_to_measure(
 
 def _by_degree(documents: Documents, layout: ParallelLayout, place: Place) -> dict[str, Documents]:
     """Return documents by input name: of the micro-batch, and of the part of its samples that this rank's
-    group processes in layers with their own tp degree.
-    """
+    group processes in layers with their own tp degree."""
     found = {documents_seen(): documents}
     for degree in layout.own_degrees:
         groups = layout.tp // degree

@@ -28,7 +28,6 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from braid.actors.stage.data.sample_order import sample_ids
 from braid.actors.stage.files.reading import UnreadableError, read_text
 
 INDEX_FILE = "index.json"
@@ -86,8 +85,7 @@ class DataIndex:
     sources: tuple[tuple[str, int, int], ...]  # path, bytes, modification time in ns
     token_bytes: tuple[Count, ...] = ()
     """Number of UTF-8 bytes of each token id's text, 0 for special tokens; empty in older data sets, and for
-    tokenizers that do not preserve the text.
-    """
+    tokenizers that do not preserve the text."""
     # The following fields are empty or 0 in older data sets.
     contents: tuple[str, ...] = ()  # format and SHA-256 of every source
     end_token: str = ""  # the name of end_of_document
@@ -115,9 +113,7 @@ class DataIndex:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def samples(self, split: str, sequence: int) -> int:
-        """Return the number of samples of an epoch; the last tokens of a stream, which do not fill a window,
-        are left out.
-        """
+        """Return the samples of an epoch; a stream's last tokens, which fill no window, are left out."""
         tokens = self.tokens(split)
         return tokens // self.row_tokens if self.row_tokens else max(0, tokens - 1) // sequence
 
@@ -133,33 +129,43 @@ class DataIndex:
         return json.dumps({"format": INDEX_FORMAT, "version": INDEX_VERSION, **asdict(self)}, indent=1)
 
 
-def read_index(directory: Path) -> DataIndex:
-    """Read a prepared folder's index and check it against the sizes of the shards.
+def read_description(path: Path, form: str, version: int, kind: Any, again: str) -> Any:
+    """Read a JSON file that describes data, of a format and version, as a ``kind`` that pydantic knows.
 
-    Raise `UnreadableError` if a file cannot be read, and ValueError if the folder is not a prepared data set,
-    was written by another version, is damaged, or has a shard of another size. Both errors name the remedy.
+    ``again``: the remedy, for errors. Raise `UnreadableError` if the file cannot be read, and ValueError if
+    it has another format or version, or is damaged.
     """
-    path = directory / INDEX_FILE
+    where = f"data set {path.parent}: {path.name}"
     try:
         entries = json.loads(read_text(path))
     except OSError as fault:
         raise UnreadableError(
-            f"data set {directory}: cannot read {INDEX_FILE} ({fault.strerror}); run `braid prepare`, "
-            "and put the folder where every node sees it"
+            f"data set {path.parent}: cannot read {path.name} ({fault.strerror}); {again}, and put the "
+            "folder where every node sees it"
         ) from None
     except (ValueError, RecursionError):
-        raise ValueError(f"data set {directory}: {INDEX_FILE} is not JSON; {_AGAIN}") from None
-    if not isinstance(entries, dict) or entries.pop("format", None) != INDEX_FORMAT:
-        raise ValueError(f"data set {directory}: {INDEX_FILE} is not that of a Braid data set; {_AGAIN}")
-    if (version := entries.pop("version", None)) != INDEX_VERSION:
-        raise ValueError(
-            f"data set {directory}: {INDEX_FILE} has version {version!r}, this Braid reads {INDEX_VERSION}; "
-            f"{_AGAIN}"
-        )
+        raise ValueError(f"{where} is not JSON; {again}") from None
+    if not isinstance(entries, dict) or entries.pop("format", None) != form:
+        raise ValueError(f"{where} is not of the format {form}; {again}")
+    if (stored := entries.pop("version", None)) != version:
+        raise ValueError(f"{where} has version {stored!r}, this Braid reads {version}; {again}")
     try:
-        index = _parse_index(entries)
-    except ValueError as fault:
-        raise ValueError(f"data set {directory}: {INDEX_FILE} is damaged ({fault}); {_AGAIN}") from None
+        return TypeAdapter(kind).validate_python(entries)
+    except ValidationError as error:
+        wrong = error.errors(include_url=False)[0]
+        entry = ".".join(map(str, wrong["loc"]))
+        raise ValueError(f"{where} is damaged ({entry}: {wrong['msg']}); {again}") from None
+
+
+def read_index(directory: Path) -> DataIndex:
+    """Read a prepared folder's index and check it against the sizes of the shards.
+
+    Raise as `read_description` does, and ValueError if a shard has another size.
+    """
+    index: DataIndex
+    index = read_description(directory / INDEX_FILE, INDEX_FORMAT, INDEX_VERSION, DataIndex, _AGAIN)
+    if problem := _damage(index):
+        raise ValueError(f"data set {directory}: {INDEX_FILE} is damaged ({problem}); {_AGAIN}")
     for shards in index.splits.values():
         for shard in shards:
             _check_size(directory, shard.file, shard.tokens * TOKEN_DTYPES[index.dtype].itemsize)
@@ -170,25 +176,19 @@ def read_index(directory: Path) -> DataIndex:
     return index
 
 
-def _parse_index(entries: dict[str, Any]) -> DataIndex:
-    """Validate the entries of an index; raise `ValueError` that describes the first wrong entry."""
-    try:
-        index = TypeAdapter(DataIndex).validate_python(entries)
-    except ValidationError as error:
-        wrong = error.errors(include_url=False)[0]
-        raise ValueError(f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}") from None
+def _damage(index: DataIndex) -> str:
+    """Return how entries contradict each other; empty if they do not."""
     for shard in (shard for shards in index.splits.values() for shard in shards):
         # Only plain file names are accepted, so that an index cannot point outside its folder.
         if Path(shard.file).name != shard.file or not shard.tokens:
-            raise ValueError(f"shard {shard.file!r} has no file name or no tokens")
+            return f"shard {shard.file!r} has no file name or no tokens"
         if index.row_tokens and shard.tokens % index.row_tokens:
-            raise ValueError(f"shard {shard.file!r} has no whole rows of {index.row_tokens} tokens")
+            return f"shard {shard.file!r} has no whole rows of {index.row_tokens} tokens"
     if len(index.token_bytes) not in (0, index.vocabulary):
-        counts = f"{len(index.token_bytes)} entries, the vocabulary {index.vocabulary}"
-        raise ValueError(f"token_bytes has {counts}")
+        return f"token_bytes has {len(index.token_bytes)} entries, the vocabulary {index.vocabulary}"
     if set(index.splits) != {TRAIN, VALIDATION}:
-        raise ValueError(f"splits are {sorted(index.splits)}")
-    return index
+        return f"splits are {sorted(index.splits)}"
+    return ""
 
 
 def _check_size(directory: Path, file: str, wanted: int) -> None:
@@ -204,7 +204,6 @@ def _check_size(directory: Path, file: str, wanted: int) -> None:
 class TokenShards:
     """One split of a prepared data set, memory-mapped and cut into samples. Make it with `open`."""
 
-    directory: Path
     split: str
     sequence: int  # number of tokens that a sample predicts; its window is one token longer
     index: DataIndex
@@ -246,7 +245,6 @@ class TokenShards:
         rows = shards if index.row_tokens else ()
         counts = [np.fromfile(directory / shard.beside("counts"), ROW_COUNTS) for shard in rows]
         return cls(
-            directory=directory,
             split=split,
             sequence=sequence,
             index=index,
@@ -257,39 +255,8 @@ class TokenShards:
         )
 
     @property
-    def tokens(self) -> int:
-        return int(self.starts[-1])
-
-    @property
     def samples(self) -> int:
         return self.index.samples(self.split, self.sequence)
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of the tokens (`DataIndex.fingerprint`)."""
-        return self.index.fingerprint
-
-    @property
-    def end_of_document(self) -> int:
-        """Id of the token that ends a document."""
-        return self.index.end_of_document
-
-    def order(self, seed: int, start: int, count: int) -> np.ndarray:
-        """Return the samples at the global positions start ... start + count - 1: [count] int64."""
-        return sample_ids(seed, self.samples, start, count)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the sets that the samples come from: one set without a name."""
-        return ("",)
-
-    def sets_of(self, ids_N: np.ndarray) -> np.ndarray:
-        """Return the place in ``names`` of each sample's set: [N] -> [N] int64."""
-        return np.zeros(len(ids_N), np.int64)
-
-    def bytes_of(self, tokens: np.ndarray) -> int | None:
-        """Return the UTF-8 bytes of the text that tokens stand for; None if unknown."""
-        return self.index.bytes_of(tokens)
 
     def spread(self, most: int) -> np.ndarray:
         """Return ids of up to ``most`` different samples at equal distances over the split: [count] int64."""
@@ -297,15 +264,11 @@ class TokenShards:
         return np.arange(count, dtype=np.int64) * self.samples // count
 
     def tokens_at(self, sample_ids: np.ndarray) -> np.ndarray:
-        """Return the windows of samples: [N] integers -> [N, sequence + 1] int64. Raise IndexError if an id
-        is too large.
-        """
+        """Return the windows of samples: [N] integers -> [N, sequence + 1] int64."""
         return self._windows(self.arrays, sample_ids, np.int64)
 
     def masks_at(self, sample_ids: np.ndarray) -> np.ndarray | None:
-        """Return whether the losses of samples' targets count: [N] integers -> [N, sequence] bool; None: all
-        count.
-        """
+        """Return which targets' losses count: [N] integers -> [N, sequence] bool; None: all count."""
         if self.counts is None:
             return None
         return (self._windows(self.marks, sample_ids, np.uint8)[:, 1:] & COUNTS).astype(bool)
@@ -331,10 +294,8 @@ class TokenShards:
     def _windows(self, arrays: Sequence[np.ndarray], sample_ids: np.ndarray, dtype: Any) -> np.ndarray:
         """Read what ``arrays`` hold for the tokens of samples: [N] integers -> [N, sequence + 1]."""
         windows_NS = np.empty((len(sample_ids), self.sequence + 1), dtype=dtype)
-        samples, stride = self.samples, self.index.row_tokens or self.sequence
+        stride = self.index.row_tokens or self.sequence
         for window_S, sample in zip(windows_NS, sample_ids.tolist(), strict=True):
-            if not 0 <= sample < samples:
-                raise IndexError(f"sample {sample} of {samples} in {self.directory}, split {self.split!r}")
             self._read(arrays, sample * stride, window_S)
         return windows_NS
 

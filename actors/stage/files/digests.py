@@ -1,7 +1,7 @@
 """Checksums of a checkpoint's files.
 
 A checkpoint of a large model is hashed by all its ranks, each of which hashes its share, and never by one
-process alone: while ranks write it (`checked_files.py`), when they read back the written data, and before
+process alone: while ranks write it (`checkpoint_files.py`), when they read back the written data, and before
 they load it.
 """
 
@@ -47,9 +47,7 @@ def damage(
 
 
 def damage_in_share(directory: Path, rank: int, ranks: int) -> str | None:
-    """Check one rank's share of the files in a checkpoint's manifest (as `damage`); shares have about equal
-    sizes.
-    """
+    """Check one rank's share of the files in a checkpoint's manifest (as `damage`)."""
     try:
         files = dict(json.loads(read_text(directory / MANIFEST))["files"])
     except (OSError, ValueError, KeyError, TypeError) as error:  # the controller has just read it

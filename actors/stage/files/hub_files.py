@@ -2,9 +2,7 @@
 
 A stored tensor is one global parameter of Braid, or several stacked along their rows (GPT-2's fused q, k, v),
 and may be transposed (GPT-2 stores matrices as inputs x outputs). If a global parameter holds the matrices of
-all experts (E x rows x columns), a stored tensor holds those of one expert; or, in the other form that
-`transformers` writes (``save_original_format=False``), those of all experts, with gate and up projections
-stacked.
+all experts (E x rows x columns), a stored tensor holds one expert's matrix, as in published files.
 
 Only safetensors files are opened: they are numbers behind a JSON header, while pickles can run code when they
 are read.
@@ -28,9 +26,6 @@ PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 READABLE: Final = ("F64", "F32", "F16", "BF16")
 """Names of supported element types in safetensors."""
 
-STACKED: Final = ".mlp.experts.down_proj"
-"""Suffix of the names of down projections that hold all experts' matrices."""
-
 _MIXTRAL: Final = {"gate": "w1", "up": "w3", "down": "w2"}
 """Names of an expert's matrices in files of Mixtral and Phi-3.5-MoE."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
@@ -47,15 +42,9 @@ class StoredTensor:
     columns: int | None = None
     transposed: bool = False
     experts: int = 0
-    """Number of experts whose matrices each of the global parameters holds; 0 if the tensor belongs to no
-    experts.
-    """
+    """Experts whose matrices each of the global parameters holds; 0 if these belong to no experts."""
     expert: int | None = None
-    """Number of the expert whose matrix is stored; None: those of all experts, experts x rows x columns."""
-
-    @property
-    def leading(self) -> tuple[int, ...]:
-        return (self.experts,) if self.experts and self.expert is None else ()
+    """Number of the expert whose matrix is stored; None if the tensor belongs to no experts."""
 
     def source_shape(self, rows: int) -> tuple[int, ...]:
         """Return the shape of the global parameter that has ``rows`` rows in this tensor."""
@@ -63,26 +52,17 @@ class StoredTensor:
         return (*experts, rows) if self.columns is None else (*experts, rows, self.columns)
 
     @property
-    def stacked_shape(self) -> tuple[int, ...]:
-        """Shape in Braid's orientation: rows are outputs."""
-        rows = sum(count for _, count in self.sources)
-        return (*self.leading, rows) if self.columns is None else (*self.leading, rows, self.columns)
-
-    @property
     def shape(self) -> tuple[int, ...]:
-        """Shape in the file."""
-        return self.stacked_shape[::-1] if self.transposed else self.stacked_shape
+        """Shape in the file; in Braid's orientation, rows are outputs."""
+        rows = sum(count for _, count in self.sources)
+        shape = (rows,) if self.columns is None else (rows, self.columns)
+        return shape[::-1] if self.transposed else shape
 
 
-def stored_tensors(shape: ModelShape, stacked: bool = False) -> tuple[StoredTensor, ...]:
+def stored_tensors(shape: ModelShape) -> tuple[StoredTensor, ...]:
     """Return all tensors that a model of this shape is stored as; raise `ValueError` if it has no stored
-    form.
-
-    ``stacked``: matrices of all experts are one tensor, as in the modules of `transformers` 5; otherwise each
-    expert has its own tensors, as in published files.
-    """
-    gpt = architecture_of(shape) is GPT2
-    return tuple(_gpt2(shape) if gpt else _llama(shape, stacked))
+    form."""
+    return tuple(_gpt2(shape) if architecture_of(shape) is GPT2 else _llama(shape))
 
 
 def _tensor(name: str, source: str, rows: int, columns: int | None = None) -> StoredTensor:
@@ -95,7 +75,7 @@ def _linear(stored: str, ours: str, rows: int, columns: int, bias: bool = False)
         yield _tensor(f"{stored}.bias", f"{ours}.bias", rows)
 
 
-def _llama(shape: ModelShape, stacked: bool) -> Iterator[StoredTensor]:
+def _llama(shape: ModelShape) -> Iterator[StoredTensor]:
     hidden, ffn = shape.hidden, shape.ffn
     yield _tensor("model.embed_tokens.weight", "embedding.weight", shape.vocabulary, hidden)
     for index in range(shape.layers):
@@ -111,7 +91,7 @@ def _llama(shape: ModelShape, stacked: bool) -> Iterator[StoredTensor]:
         yield from _linear(*names, hidden, shape.query_width, shape.projection_bias)
         yield from _norm(shape, f"{stored}.post_attention_layernorm", f"{ours}.mlp_norm")
         if shape.experts and shape.kinds[index] != DENSE:
-            yield from _experts(shape, stored, ours, stacked)
+            yield from _experts(shape, stored, ours)
             continue
         for part in ("gate", "up") if shape.gated else ("up",):
             yield from _linear(f"{mlp}.{part}_proj", f"{ours}.mlp_in.{part}", ffn, hidden)
@@ -130,24 +110,14 @@ def _norm(shape: ModelShape, stored: str, ours: str) -> Iterator[StoredTensor]:
         yield _tensor(f"{stored}.{kind}", f"{ours}.{kind}", shape.hidden)
 
 
-def _experts(shape: ModelShape, stored: str, ours: str, stacked: bool) -> Iterator[StoredTensor]:
-    """Yield the stored tensors of a layer's router and experts; ``stored`` and ``ours`` are the layer's name
-    prefixes.
-    """
+def _experts(shape: ModelShape, stored: str, ours: str) -> Iterator[StoredTensor]:
+    """Yield the tensors of a layer's router and experts; ``stored``, ``ours``: the layer's prefixes."""
     hidden, width, experts = shape.hidden, shape.expert_width, shape.experts
     matrices = {part: (f"{ours}.experts.{part}.weight", width, hidden) for part in ("gate", "up")}
-    down = matrices["down"] = (f"{ours}.experts.down.weight", hidden, width)
-    known = architecture_of(shape)
-    original = known in (MIXTRAL, PHI_MOE) and not stacked
+    matrices["down"] = (f"{ours}.experts.down.weight", hidden, width)
+    original = architecture_of(shape) in (MIXTRAL, PHI_MOE)
     block = f"{stored}.block_sparse_moe" if original else f"{stored}.mlp"
-    router = "router" if known is PHI_MOE and stacked else "gate"
-    yield _tensor(f"{block}.{router}.weight", f"{ours}.router.weight", experts, hidden)
-    if stacked:
-        fused = tuple((matrices[part][0], width) for part in ("gate", "up"))
-        up = f"{block}.experts.gate_up_proj"
-        yield StoredTensor(name=up, sources=fused, columns=hidden, experts=experts)
-        yield StoredTensor(name=f"{stored}{STACKED}", sources=(down[:2],), columns=width, experts=experts)
-        return
+    yield _tensor(f"{block}.gate.weight", f"{ours}.router.weight", experts, hidden)
     for expert in range(experts):
         for part, (name, rows, columns) in matrices.items():
             called = _MIXTRAL[part] if original else f"{part}_proj"
@@ -193,9 +163,7 @@ class HubDirectory:
 
     @classmethod
     def open(cls, path: Path) -> "HubDirectory":
-        """Find the tensors. Raise `ValueError` for pickles, file names outside the directory, and missing
-        files or tensors.
-        """
+        """Find the tensors; raise `ValueError` for pickles, and for files or tensors that are missing."""
         if (path / SINGLE).is_file():
             return cls(path=path, places=dict.fromkeys(_header(path / SINGLE), path / SINGLE))
         if not (path / INDEX).is_file():
@@ -217,19 +185,13 @@ class HubDirectory:
         return cls(path=path, places=places)
 
     def stored_name(self, tensor: StoredTensor) -> str:
-        """Return a tensor's name in this directory: GPT-2 is also published without the prefix of its
-        names.
-        """
+        """Return a tensor's name in this directory: GPT-2 is also published without a prefix of names."""
         bare = tensor.name.removeprefix("transformer.")
         return bare if tensor.name not in self.places and bare in self.places else tensor.name
 
-    def tensors(self, shape: ModelShape) -> tuple[StoredTensor, ...]:
-        """Return all tensors of a model of this shape, with experts stacked if this directory stacks them."""
-        return stored_tensors(shape, stacked=any(name.endswith(STACKED) for name in self.places))
-
     def check(self, shape: ModelShape) -> None:
         """Raise `ValueError` unless the directory holds exactly the tensors of a model of this shape."""
-        tensors = {self.stored_name(tensor): tensor for tensor in self.tensors(shape)}
+        tensors = {self.stored_name(tensor): tensor for tensor in stored_tensors(shape)}
         if missing := [name for name in tensors if name not in self.places]:
             raise ValueError(
                 f"{self.path} lacks tensor {missing[0]}{_and_more(missing)}, which {CONFIG} says is there"
@@ -256,9 +218,7 @@ class HubDirectory:
 
 
 def check_initial(path: Path | None, shape: ModelShape) -> None:
-    """Check ``model.initial``, if it is given, before anything starts; raise `ValueError` if it does not
-    fit.
-    """
+    """Raise `ValueError` if ``model.initial`` is given and does not hold a model of this shape."""
     if path is not None:
         HubDirectory.open(path).check(shape)
 

@@ -12,9 +12,7 @@ class UnreadableError(OSError):
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a regular file for reading; raise `OSError` for others, such as a FIFO that may never be
-    written.
-    """
+    """Open a regular file; raise `OSError` for others, such as a FIFO that nobody ever writes."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
@@ -23,8 +21,6 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def read_text(path: Path) -> str:
-    """Return the content of a UTF-8 file; raise `OSError` if it cannot be read, `UnicodeDecodeError` if it is
-    not UTF-8.
-    """
+    """Return a file's text; raise `OSError`, or `UnicodeDecodeError` if it is not UTF-8."""
     with open_regular(path) as file:
         return file.read().decode("utf-8")

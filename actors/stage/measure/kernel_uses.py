@@ -1,6 +1,4 @@
-"""Chooses the kernels of a rank's operators on GPUs by measuring them in a run's sizes (``train.kernels:
-auto``).
-"""
+"""Chooses a rank's kernels on a GPU by measuring them in the run's sizes (``train.kernels: auto``)."""
 
 import os
 from collections.abc import Iterator
@@ -102,9 +100,7 @@ def uses(sizes: PartSizes) -> Iterator[Use]:
 
 
 def _experts(sizes: PartSizes) -> Iterator[Use]:
-    """Yield the operators on rows of experts. Routing is assumed balanced: a rank gets as many rows as it
-    sends.
-    """
+    """Yield the operators on rows of experts, if a rank gets as many rows as it sends."""
     shape, local, times = sizes.shape, sizes.local_tokens, sizes.shape.expert_layers
     capacity = shape.capacity(local) if shape.capacity_factor else None
     rows = sizes.tp * (local * shape.top_k if capacity is None else shape.experts * capacity)

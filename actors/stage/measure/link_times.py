@@ -1,12 +1,10 @@
 """Times transfers outside layers: sums and gathers over replicas, stages of collectives inside and between
-nodes, messages between pipeline stages.
-"""
+nodes, messages between pipeline stages."""
 
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
-from random import Random
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -23,8 +21,7 @@ _ALONG: Final = ("tp", "pp", "dp", "edp", "ep", "replica")
 
 _LARGE: Final = 2**18
 """Number of elements of a sum that shows the rate of a link: about a bucket, or what a slow link transfers in
-a fortieth of a second.
-"""
+a fortieth of a second."""
 
 
 class LinkTimes:
@@ -67,9 +64,7 @@ class LinkTimes:
         return self._streams.start(self._mesh.stream(axis), launch, awaited_next=False, lane="data")
 
     def meet(self) -> None:
-        """Let all ranks of the tensor-parallel group, which are aligned after every collective, and all
-        replicas begin together.
-        """
+        """Let the ranks of the tensor-parallel group, and all replicas, begin together."""
         self._streams.lead()
         for axis in ("tp", "dp"):
             if axis in self._mesh.lines:
@@ -88,7 +83,7 @@ class LinkTimes:
         second, first = transfers = [start(name) for name in reversed(names)]
         for transfer in transfers:
             self._streams.wait(transfer)
-        ends = [self._between(begin, transfer.end) for transfer in (first, second)]
+        ends = [self._streams.between(begin, transfer.end) for transfer in (first, second)]
         for transfer in transfers:
             transfer.take()
         return Together(operator_ns=ends[0], other_ns=ends[1], both_ns=max(ends))
@@ -123,11 +118,6 @@ class LinkTimes:
                         measured[f"{axis}/reduce_scatter"].append((whole.nbytes, ns))
         return dict(measured)
 
-    def drawn(self, random: Random, others: list[str]) -> list[str]:
-        """Return all of `names` and ``others`` in random order."""
-        names = sorted(others) + self.names
-        return random.sample(names, len(names))
-
     def _time(self, axis: str, launch: Launch) -> int:
         self._streams.lead()
         # All groups along the axis share the links between nodes: all ranks begin together.
@@ -135,14 +125,11 @@ class LinkTimes:
             line.align()
         begin = self._streams.mark()
         transfer = self._streams.start(self._mesh.stream(axis), launch, awaited_next=True)
-        self._streams.wait(transfer)
-        transfer.take()
-        return self._between(begin, self._streams.mark())
+        self._streams.result_of(transfer)
+        return self._streams.between(begin, self._streams.mark())
 
     def _there_and_back(self, x: Tensor) -> int:
-        """Return half the time of a round trip between a stage and its neighbour; 0 for a last stage without
-        neighbour.
-        """
+        """Return half of a round trip's time between neighbouring stages; 0 for a stage without neighbour."""
         stage, stages = self._mesh.position["pp"], self._mesh.layout.pp
         other = stage ^ 1
         self._streams.lead()
@@ -154,9 +141,5 @@ class LinkTimes:
         out, back = partial(line.send, x, other, 0), partial(line.receive, x, other, 0)
         for turn in (out, back) if stage < other else (back, out):
             transfer = self._streams.start(self._mesh.stream_to(other), turn(), awaited_next=True)
-            self._streams.wait(transfer)
-            transfer.take()
-        return self._between(begin, self._streams.mark()) // 2
-
-    def _between(self, begin: Any, end: Any) -> int:
-        return self._streams.nanoseconds(end) - self._streams.nanoseconds(begin)
+            self._streams.result_of(transfer)
+        return self._streams.between(begin, self._streams.mark()) // 2

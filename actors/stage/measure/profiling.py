@@ -2,9 +2,9 @@
 groups.
 
 The parts of the model run as in training, forward and backward, in the order of their graphs, so that caches
-have the same contents as in training. At the same time as an operator runs a spare transfer, or another
-computation, or nothing; this is drawn anew for every operator and round, so that varying load affects all of
-them equally. All ranks draw the same numbers.
+have the same contents as in training. At the same time as an operator runs a spare transfer, which is drawn
+anew for every operator and round, so that varying load affects all of them equally; or nothing. All ranks
+draw the same numbers.
 
 Alone, operators run as in the serial schedule, without further barriers: the time of a collective then
 includes waiting for other ranks. When something else runs as well, ranks begin every operator together.
@@ -17,7 +17,6 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import cycle, product
 from statistics import median
 from typing import Any
@@ -26,12 +25,11 @@ import torch
 from torch import Tensor
 
 from braid.actors.stage.measure.link_times import LinkTimes
-from braid.actors.stage.measure.products import Products
 from braid.actors.stage.model.model import PartInstance, StageModel
 from braid.actors.stage.model.routing import RepeatedRouting
 from braid.actors.stage.rank.devices import hardware
 from braid.actors.stage.rank.groups import Mesh
-from braid.actors.stage.rank.messages import COMPUTE, Samples, Together
+from braid.actors.stage.rank.messages import Samples, Together
 from braid.actors.stage.run.bindings import collective_of, method_of
 from braid.actors.stage.run.regions import Rows
 from braid.actors.stage.run.streams import Streams, Transfer
@@ -44,12 +42,14 @@ from braid.scheduling.model.operators import Graph, Kind, Operator, Part, Precis
 from braid.scheduling.text.pattern import is_layer, own_degree
 
 Values = dict[str, Any]
-"""Values of a part, by name."""
 
 _ROOM = 1.5
-"""An operator begins this many times its own duration before a transfer's end, at the latest, so that it ends
-first.
-"""
+"""An operator begins so many of its durations before a transfer's end, at the latest, to end first."""
+
+_WARMING = 2048
+"""Rows and columns of the matrices whose products warm up a device."""
+_WARM_NS = 300_000_000
+"""Nanoseconds that an idle device takes to raise its clock rate."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,7 @@ class _Spare:
     """Numbers of rows for each rank, if the collective takes them; otherwise empty."""
     part: str
     """Name of the part in which the collective was met first; stages that share this part know the
-    collective. All stages measure layers of every kind.
-    """
+    collective. All stages measure layers of every kind."""
 
 
 @dataclass
@@ -92,7 +91,6 @@ class Profiler:
         self._random = random.Random(self.seed)
         context = self.model.context
         self._generator = torch.Generator(context.device).manual_seed(self.seed)
-        self._products = Products(self.streams, context.device, context.dtype)
         # Instances take turns: parameters of an instance that ran just before would still be in the caches.
         held = self.model.of_every_kind(self.seed)
         self._instances = {name: cycle(instances) for name, instances in held.items()}
@@ -107,7 +105,7 @@ class Profiler:
     @torch.no_grad()
     def run(self, rounds: int, square: Callable[[], object], update: Callable[[], object]) -> Samples:
         """Measure ``rounds`` times: each operator alone, and each together with other work."""
-        self._products.warm_clock()
+        self._warm_clock()
         for turn in range(-1, rounds):
             self._ways = WAYS[turn % len(WAYS)]
             for name, instances in self._instances.items():
@@ -185,33 +183,29 @@ class Profiler:
                     self._solo[key].append(ns)
                 continue
             call, arguments = method_of(operator, instance), [values[name] for name in operator.reads]
-            if beside:
-                known = self._spares.items()
-                own = (name for name, spare in known if is_layer(spare.part) or spare.part == part.name)
-                links = self._links.names if is_layer(part.name) else []
-                choice = self._random.choice([*sorted(own), COMPUTE, *links])
+            transfers = self._transfers_for(part) if beside else []
+            if transfers:
                 self._links.meet()
+                results = self._beside_transfer(call, arguments, key, self._random.choice(transfers), counts)
             else:
-                choice = None
                 self.streams.lead()
-            if choice is None:
                 begin = self.streams.mark()
                 results = call(*arguments)
                 if counts and not beside:
-                    self._solo[key].append(self._between(begin, self.streams.mark()))
+                    self._solo[key].append(self.streams.between(begin, self.streams.mark()))
                     if key in self._in_pieces:
                         self._one_piece(call, *arguments, *results, key=key)
-            elif choice == COMPUTE:
-                results = self._beside_compute(call, arguments, key, counts)
-            else:
-                results = self._beside_transfer(call, arguments, key, choice, counts)
             if operator.writes:
                 values.update(zip(operator.writes, self._routing.of(operator, results), strict=True))
 
+    def _transfers_for(self, part: Part) -> list[str]:
+        """Return the names of the transfers that all stages which measure a part can start beside it."""
+        known = self._spares.items()
+        own = (name for name, spare in known if is_layer(spare.part) or spare.part == part.name)
+        return [*sorted(own), *(self._links.names if is_layer(part.name) else [])]
+
     def _one_piece(self, call: Callable[..., Any], x: Tensor, whole: Tensor, *, key: str) -> None:
-        """Time a matrix product on one piece of its rows, as `intra_batch` cuts them, with the current number
-        of pieces.
-        """
+        """Time a matrix product on one of `_ways` pieces of its rows, as `intra_batch` cuts them."""
         ways, ranks = self._ways, (self.mesh.layout.tp,)
         held = Region("tp", ranks, (DimRanks.ALL,))
         piece = replace(held, rows=(1, ways))
@@ -222,7 +216,7 @@ class Profiler:
         begin = self.streams.mark()
         (part,) = call(x[:rows])
         Rows(held, piece, (self.mesh.place.on("tp"),)).place(into, part)
-        self._solo[first_piece(key, ways)].append(self._between(begin, self.streams.mark()))
+        self._solo[first_piece(key, ways)].append(self.streams.between(begin, self.streams.mark()))
 
     def _communicate(self, part: Part, operator: Operator, values: Values, *, meets: bool) -> int:
         (source, *more), (target,) = operator.reads, operator.writes
@@ -238,9 +232,8 @@ class Profiler:
             self._links.meet()
         begin = self.streams.mark()
         transfer = self._start(operator, x, extents, awaited_next=True)
-        self.streams.wait(transfer)
-        values[target] = transfer.take()
-        return self._between(begin, self.streams.mark())
+        values[target] = self.streams.result_of(transfer)
+        return self.streams.between(begin, self.streams.mark())
 
     def _start(
         self, operator: Operator, x: Tensor, extents: Sequence[Any], *, awaited_next: bool
@@ -265,18 +258,18 @@ class Profiler:
         transfer.take()
         taken = self.streams.mark()
         if counts:
-            after = min(self._between(ended, taken), self._between(transfer_end, taken))
-            self._handling[name].append((self._between(begin, issued), after))
-            both = max(self._between(begin, ended), self._between(begin, transfer_end))
+            after = min(self.streams.between(ended, taken), self.streams.between(transfer_end, taken))
+            self._handling[name].append((self.streams.between(begin, issued), after))
+            both = max(self.streams.between(begin, ended), self.streams.between(begin, transfer_end))
             self._together[key, name].append(
                 Together(
-                    operator_ns=self._between(started, ended),
-                    other_ns=self._between(begin, transfer_end),
+                    operator_ns=self.streams.between(started, ended),
+                    other_ns=self.streams.between(begin, transfer_end),
                     both_ns=both,
-                    delay_ns=self._between(begin, started),
+                    delay_ns=self.streams.between(begin, started),
                 )
             )
-        self._lasted[name] = self._between(begin, transfer_end)
+        self._lasted[name] = self.streams.between(begin, transfer_end)
         return results
 
     def _delay_ns(self, key: str, name: str) -> float:
@@ -296,16 +289,15 @@ class Profiler:
         return self._start(spare.operator, spare.x, spare.extents, awaited_next=False)
 
     def _spares_alone(self, rounds: int) -> None:
-        """Time spare transfers alone, and transfers between nodes at the same time as transfers inside
-        nodes.
-        """
+        """Time spare transfers alone, and pairs of transfers inside and between nodes together."""
         self._random.seed(f"{self.seed} transfers")
+        names = sorted(self._spares) + self._links.names
         for _ in range(rounds):
-            for name in self._links.drawn(self._random, list(self._spares)):
+            for name in self._random.sample(names, len(names)):
                 self._links.meet()
                 transfer = self._start_spare(name)
                 self.streams.wait(transfer)
-                self._spare_times[name].append(self._between(transfer.begin, transfer.end))
+                self._spare_times[name].append(self.streams.between(transfer.begin, transfer.end))
                 transfer.take()
         for pair in (*self._links.pairs, *self._of_two_links()):
             for _ in range(rounds):
@@ -321,48 +313,28 @@ class Profiler:
                 links[streams[spare.operator.axis]].append(name)
         return list(product(links[Stream.INTRA], links[Stream.INTER]))
 
-    def _beside_compute(self, call: Callable[..., Any], arguments: list[Any], key: str, counts: bool) -> Any:
-        """Run an operator together with products that take about as long, in another thread or stream; this
-        is not expected to save time.
-        """
-        one_ns = self._time(partial(self._products.multiply, 1))
-        times = max(1, round(median(self._solo.get(key, [one_ns])) / one_ns))
-        other_ns = self._time(partial(self._products.multiply, times))
-        if self.streams.asynchronous:
-            self._links.meet()
-        begin = self.streams.mark()
-        end_other = self._products.aside(times)
-        results = call(*arguments)
-        ended = self.streams.mark()
-        end_other()
-        both_ended = self.streams.mark()
-        if counts:
-            self._together[key, COMPUTE].append(
-                Together(
-                    operator_ns=self._between(begin, ended),
-                    other_ns=other_ns,
-                    both_ns=self._between(begin, both_ended),
-                )
-            )
-        return results
-
     # -- helpers -------------------------------------------------------------------------------------------
 
     def _copies(self, rounds: int) -> list[float]:
-        """Return nanoseconds per byte to copy every other row of a tensor to every other row of another
-        tensor.
-        """
+        """Return nanoseconds per byte to copy every other row of one tensor to another tensor."""
         context = self.model.context
         shape = (context.sizes.local_tokens, 2, self.model.shape.hidden)
         x = torch.zeros(shape, device=context.device, dtype=context.dtype)
         y = torch.empty_like(x)
         return [self._time(lambda: y[:, 0].copy_(x[:, 1])) / (x.nbytes / 2) for _ in range(rounds)]
 
+    def _warm_clock(self) -> None:
+        """Raise the clock rate of a device that was idle; at a low rate compute would seem to take longer."""
+        if not self.streams.asynchronous:
+            return
+        factor = torch.randn(_WARMING, _WARMING, device=self.model.context.device)
+        product, begin = torch.empty_like(factor), self.streams.mark()
+        while self.streams.between(begin, self.streams.mark()) < _WARM_NS:
+            for _ in range(100):
+                torch.mm(factor, factor, out=product)
+
     def _time(self, what: Callable[[], object]) -> int:
         self.streams.lead()
         begin = self.streams.mark()
         what()
-        return self._between(begin, self.streams.mark())
-
-    def _between(self, begin: Any, end: Any) -> int:
-        return self.streams.nanoseconds(end) - self.streams.nanoseconds(begin)
+        return self.streams.between(begin, self.streams.mark())

@@ -19,9 +19,7 @@ class Sink(Protocol):
     """Receiver of batches."""
 
     def send(self, batch: bytes) -> bool:
-        """Take a batch; return False if the batch must be sent again later. Raise `OSError` if the receiver
-        is gone.
-        """
+        """Take a batch, or return False: send it again later. Raise `OSError` if nobody listens any more."""
 
     def close(self, timeout_s: float) -> None:
         """End the stream: wait until everything sent has arrived, at most ``timeout_s`` seconds."""
@@ -54,10 +52,8 @@ class SpanStream:
         self._wake = threading.Event()
         self._closing = False
         self._broken = False
-        self._told = Labels()
         self._sequence = self._in_hand = 0
         self.dropped = 0
-        """Number of spans that were dropped."""
         self.every = 1
         """Interval of streaming, in steps: spans of every n-th step are streamed."""
         self._interval_s, self._budget = interval_s, budget
@@ -93,13 +89,12 @@ class SpanStream:
         checked = time.perf_counter_ns()
         while True:
             last = self._closing
-            begin, told = time.thread_time_ns(), self._told
+            begin = time.thread_time_ns()
             while (unsent := unsent or self._next()) is not None and self._try(unsent):
                 unsent = None
             if self._broken:
                 return
-            if self._told is told:  # new labels occur once: leaving out steps would not save their cost
-                self._spent_ns += time.thread_time_ns() - begin
+            self._spent_ns += time.thread_time_ns() - begin
             if last and unsent is None:
                 return
             now = time.perf_counter_ns()
@@ -145,7 +140,6 @@ class SpanStream:
             labels=labels,
             records=records,
         )
-        self._told = labels
         self._sequence += 1
         return batch.encode()
 
@@ -167,5 +161,4 @@ class SocketSink:
         return True
 
     def close(self, timeout_s: float) -> None:
-        """Close the socket; batches that were sent arrive nevertheless."""
         self._socket.close()

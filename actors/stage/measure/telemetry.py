@@ -1,6 +1,4 @@
-"""Records the spans of one step in the executor, and turns them into records to be streamed and overlap
-numbers.
-"""
+"""Records the spans of one step: marks in the executor, then records to stream, and overlap numbers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -25,17 +23,14 @@ OPERATOR, _SINGLE_BLOCK, _PAIRED_BLOCK, _WAITING = map(
 )
 ALL, SOME, NEIGHBOURS = range(3)
 """Which ranks must have issued a collective before it can end: all members (`ALL`), members that exchange
-data (`SOME`), or a rank and its two neighbours on the axis (`NEIGHBOURS`).
-"""
+data (`SOME`), or a rank and its two neighbours on the axis (`NEIGHBOURS`)."""
 _MEETING = {Kind.ALL_TO_ALL.value: SOME, Kind.SEND_RECEIVE.value: NEIGHBOURS}
 MarkedSpan = tuple[Label, Pass | None, int, Mark, Mark]
 """A span: its label, the pass that names its block, its kind (index in `KINDS`), begin and end."""
 Rows = tuple[MarkedSpan, ...]
 """Spans that a recorder has given away."""
 Exchange = Callable[[str, IntArray], IntArray]
-"""Function of an axis and this rank's array (n, 4) that returns the arrays of all ranks along the axis
-(ranks, n, 4).
-"""
+"""Function of an axis and this rank's array (n, 4): the arrays of all its ranks, (ranks, n, 4)."""
 _STRAND = {strand: STRANDS.index(strand.value) for strand in Strand}
 _DIRECTION = {
     Direction.FORWARD: DIRECTIONS.index("forward"),
@@ -75,17 +70,14 @@ class Recorder:
         self._table = Labels()
         self._ran: tuple[Any, ...] = ()
         self._timeless: Records = np.zeros(0, RECORD)
-        """`_ran`: labels, blocks and kinds of the newest step's spans; `_timeless`: its records without
-        times.
-        """
+        """Labels, blocks and kinds of the newest step's spans, and its records without times."""
         self._along: dict[str, IntArray] = {}
         """Indices of the newest step's records that are collectives, by axis."""
         self._met: dict[str, IntArray] = {}
         """Times of these collectives over all members, by axis (see the function `_met`)."""
         self._fullest_bytes = 0
         """Bytes that the newest step's collectives sent between nodes: for each, those of the member that
-        sent most, added up.
-        """
+        sent most, added up."""
 
     def set_clock(self, ahead_ns: int) -> None:
         """Set by how many nanoseconds this host's wall clock is ahead of the clock that spans refer to."""
@@ -97,7 +89,6 @@ class Recorder:
         return self._streams.mark() if self.recording else None
 
     def compute(self, label: Label, block: Pass | None, begin: Mark, end: Mark) -> None:
-        """Record that an operator ran on the compute stream."""
         if self.recording:
             self._compute.append((label, block, OPERATOR, begin, end))
 
@@ -122,12 +113,6 @@ class Recorder:
                 found.setdefault(label.axis, []).append(row)
         return found
 
-    def messages_bytes(self) -> int:
-        """Return the bytes that this rank has sent to other nodes in messages between stages, in the step so
-        far.
-        """
-        return sum(self._sent(label, one) for label, _, one in self._transfers if not label.axis)
-
     @staticmethod
     def _sent(label: Label, one: Transfer) -> int:
         if label.stream is not Stream.INTER:
@@ -144,9 +129,7 @@ class Recorder:
         return self._progress, self._under_way() if before == self._progress else ""
 
     def _under_way(self) -> str:
-        """Return the name of the oldest transfer that has not ended; empty if all have, or spans are not
-        recorded.
-        """
+        """Return the name of the oldest transfer that has not ended; empty if there is none."""
         if axis := self._asking:
             return f"peers {axis}"
         for label, block, transfer in list(self._transfers):
@@ -155,17 +138,13 @@ class Recorder:
         return ""
 
     def block(self, paired: bool, block: Pass, begin: Mark, end: Mark) -> None:
-        """Record that a block ran. ``block``: the first of its passes; ``paired``: whether it has several
-        passes.
-        """
+        """Record that a block ran. ``block``: its first pass; ``paired``: whether it has several."""
         if self.recording:
             label, kind = (_PAIRED, _PAIRED_BLOCK) if paired else (_BLOCK, _SINGLE_BLOCK)
             self._blocks.append((label, block, kind, begin, end))
 
     def clear(self) -> None:
-        """Begin another step: forget the previous step's spans and marks, and the times that other ranks
-        reported.
-        """
+        """Begin another step: forget the spans, marks and times of the previous step."""
         self._epoch_ns, self._asking = self._streams.epoch_ns() - self._ahead_ns, ""
         spans = (mark for rows in (self._compute, self._blocks) for row in rows for mark in row[3:])
         transfers = (mark for _, _, one in self._transfers for mark in (one.begin, one.end))
@@ -177,9 +156,7 @@ class Recorder:
         self._met, self._fullest_bytes = {}, 0
 
     def take(self) -> Rows:
-        """Return the spans so far for later use by `give`; this recorder forgets these spans and their
-        marks.
-        """
+        """Return the spans so far, which this recorder and its streams forget; `give` adds them again."""
         rows = tuple(self._marked())
         self._compute, self._transfers, self._blocks, self._given = [], [], [], ()
         return rows
@@ -208,7 +185,8 @@ class Recorder:
         """
         if not self.recording:
             return
-        self._fullest_bytes = self.messages_bytes()
+        messages = ((label, one) for label, _, one in self._transfers if not label.axis)
+        self._fullest_bytes = sum(self._sent(label, message) for label, message in messages)
         for axis, rows in sorted(self.collectives().items()):
             self._asking = axis
             told = exchange(axis, np.array([(rank, 0, 0, 0), *rows], np.int64))
@@ -251,7 +229,6 @@ class Recorder:
         return np.concatenate([found, *waits]) if waits else found
 
     def numbers(self, records: Records) -> OverlapNumbers:
-        """Return the overlap numbers of a step with these records."""
         return replace(numbers_of_records(records, self.labels), fullest_bytes=self._fullest_bytes)
 
     def _without_times(
@@ -311,9 +288,7 @@ def _met(ranks: IntArray, members: IntArray) -> IntArray:
 
 
 def _as_met(found: Records, rows: IntArray, met: IntArray) -> Records:
-    """Set the times of collectives (indices ``rows`` of ``found``) to the times over all members; return
-    records of waiting.
-    """
+    """Set the times of collectives (indices ``rows``) to those over all members; return the waiting."""
     issued, ended, last = met
     rows = rows[: len(issued)]
     waits = found[rows]

@@ -30,9 +30,7 @@ from braid.scheduling.model.sizes import PartSizes
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleContext:
-    """Everything that building a module depends on: sizes, the rank's place in the mesh, device, dtype,
-    kernels.
-    """
+    """What building a module depends on: sizes, place in the mesh, device, dtype, kernels."""
 
     sizes: PartSizes
     place: Place
@@ -42,7 +40,6 @@ class ModuleContext:
 
     @property
     def shape(self) -> ModelShape:
-        """The model's shape."""
         return self.sizes.shape
 
     @property
@@ -52,7 +49,6 @@ class ModuleContext:
 
     @property
     def home(self) -> Home:
-        """Device and dtype of new parameters."""
         return {"device": self.device, "dtype": self.dtype}
 
     # Definitions of layers use the builders below.
@@ -81,8 +77,7 @@ class ModuleContext:
         self, names: dict[str, int], inputs: int, *, bias: bool = False, hidden: bool = True
     ) -> OperatorModule:
         """Build a linear map whose outputs are cut over ``tp``; ``names`` maps global names to output
-        widths. ``hidden``: whether outputs are hidden values (`GlobalParameter.hidden`).
-        """
+        widths. ``hidden``: whether outputs are hidden values (`GlobalParameter.hidden`)."""
         weights = [
             GlobalParameter(
                 name=f"{name}.weight", shape=(width, inputs), deviation=INITIAL_DEVIATION, hidden=hidden
@@ -97,8 +92,7 @@ class ModuleContext:
 
     def rows(self, name: str, inputs: int, outputs: int, *, matrix: str = "") -> OperatorModule:
         """Build a linear map whose inputs are cut over ``tp``. It feeds the residual stream, so initial
-        weights are smaller. ``matrix``: one of `lora.TARGETS` if the map can have adapters.
-        """
+        weights are smaller. ``matrix``: one of `lora.TARGETS` if the map can have adapters."""
         weight = GlobalParameter(name=f"{name}.weight", shape=(outputs, inputs), deviation=self.smaller)
         slices = {"weight": cut([weight], self.place, {1: self.tensor})}
         return self._linear(slices, [matrix], columns=False)
@@ -144,9 +138,7 @@ class ModuleContext:
         return INITIAL_DEVIATION / (2 * self.shape.layers) ** 0.5
 
     def residual(self, bias_name: str = "") -> OperatorModule:
-        """Build a residual addition, which also adds the bias named ``bias_name`` of the preceding
-        row-parallel weight.
-        """
+        """Build a residual addition; it adds the bias ``bias_name`` of the row-parallel weight before it."""
         hidden, bias = self.shape.hidden, bool(bias_name)
         slices = {"bias": whole(GlobalParameter(name=f"{bias_name}.bias", shape=(hidden,)))} if bias else {}
         module = Residual(hidden=hidden, bias=bias, dropout=self.shape.dropout, **self.home)

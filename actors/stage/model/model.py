@@ -87,9 +87,7 @@ class StageModel:
 
     @property
     def tells_loss(self) -> bool:
-        """Whether this rank reports losses: ranks along tp compute the same losses, and only the first
-        reports them.
-        """
+        """Whether this rank reports losses, which are equal on all ranks along tp."""
         return self.context.place.on("tp") == 0
 
     def _trains(self, slices: Sequence[ParameterSlice]) -> bool:
@@ -144,9 +142,7 @@ class StageModel:
         return {name: instances or [self._another(name, seed)] for name, instances in held.items()}
 
     def _another(self, kind: str, seed: int) -> PartInstance:
-        """Build a part in addition to those that this rank holds, with gradients that are not in any
-        bucket.
-        """
+        """Build a part that this rank does not hold, with gradients that are in no bucket."""
         index = self._kinds.index(kind) if is_layer(kind) else 0
         entries = self._modules(kind, index)
         for entry in entries.values():

@@ -39,8 +39,7 @@ class Routing:
             len(self._layers), shape.experts + 3, dtype=torch.float64, device=model.context.device
         )
         """Visits of every expert, dropped visits, and the two auxiliary losses, in one tensor, so that one
-        copy reads all. Float64 counts exactly up to 2^53.
-        """
+        copy reads all. Float64 counts exactly up to 2^53."""
 
     def clear(self) -> None:
         """Set all sums to 0; called when a step begins."""
@@ -88,11 +87,6 @@ class Routing:
         )
 
 
-def routing_of(model: StageModel) -> Routing | None:
-    """Return the statistics of a model's routers; None for models without experts."""
-    return Routing(model) if model.shape.experts else None
-
-
 def _routes(instance: PartInstance) -> bool:
     return any(isinstance(module, Router) for module in instance.modules.values())
 
@@ -108,9 +102,7 @@ def _adding_losses(call: Callable[..., Any], module: Router, losses_2: Tensor) -
 
 
 class ChoicesMade(Routing):
-    """Stores which experts routers chose in the forward passes of a step, layer by layer in the order of
-    execution.
-    """
+    """Stores the routers' choices in a step's forward passes, in the order of execution."""
 
     def __init__(self, model: StageModel) -> None:
         super().__init__(model)
@@ -119,9 +111,7 @@ class ChoicesMade(Routing):
         self.wanted = exchanges_rows(model)
 
     def watched(self, op: Operator, instance: PartInstance, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a router's forward method that also stores the choice; for other operators return
-        ``call``.
-        """
+        """Return a router's forward method that stores the choice; for other operators ``call``."""
         if op.phase is not Phase.FORWARD or not isinstance(instance.modules.get(op.module), Router):
             return call
 

@@ -24,8 +24,7 @@ class StageActor(Worker):
 
     def __init__(self, rank: int, inherited: Mapping[str, str]) -> None:
         """Start the rank; ``inherited``: environment variables of the run's command, set here since Ray would
-        show them as a runtime environment.
-        """
+        show them as a runtime environment."""
         os.environ.update(inherited)
         super().__init__(rank, ray.util.get_node_ip_address())
 
@@ -61,9 +60,7 @@ class ActorSink:
         self._under_way: list[Any] = []
 
     def send(self, batch: bytes) -> bool:
-        """Push a batch; return False if too many are on their way. Raise `OSError` once the collector is
-        gone.
-        """
+        """Push a batch; return False if too many are on their way, raise `OSError` if nobody takes any."""
         if len(self._under_way) >= _UNDER_WAY:
             done, self._under_way = ray.wait(self._under_way, num_returns=_UNDER_WAY, timeout=0)
             try:

@@ -1,9 +1,7 @@
 """Assembles one rank from a run's plan, for workers, for tests on a simulated CUDA machine and for
-measurements on one GPU.
-"""
+measurements on one GPU."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -15,15 +13,17 @@ from braid.actors.stage.measure.telemetry import Recorder
 from braid.actors.stage.measure.torch_profile import Around
 from braid.actors.stage.model.layers import LayerDefinition, load_layers
 from braid.actors.stage.model.model import StageModel
-from braid.actors.stage.model.routing import routing_of
+from braid.actors.stage.model.routing import Routing
 from braid.actors.stage.rank.groups import Groups, Mesh, build_mesh
 from braid.actors.stage.rank.messages import RunPlan
 from braid.actors.stage.run.accelerator import Accelerator
+from braid.actors.stage.run.cuda_streams import CudaStreams
 from braid.actors.stage.run.executor import Executor
+from braid.actors.stage.run.gloo_streams import HostStreams
 from braid.actors.stage.run.step_graph import step_graph
 from braid.actors.stage.run.streams import Streams
 from braid.actors.stage.state.buckets import RankBuckets
-from braid.actors.stage.state.optimizer import Optimizer, OptimizerSettings, StepUpdate, optimizer_settings
+from braid.actors.stage.state.optimizer import Optimizer, OptimizerSettings, optimizer_settings
 from braid.scheduling.generate.lower import scheduled_parts
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.model.layers import model_parts
@@ -33,49 +33,95 @@ from braid.scheduling.schedule.code import Code
 from braid.scheduling.schedule.schedule import Schedule
 from braid.scheduling.schedule.text import parse
 from braid.scheduling.schedule.validate import linked
+from braid.scheduling.trace.arrays import IntArray
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
-@dataclass(frozen=True, kw_only=True)
 class Assembly:
     """The objects that one rank trains with."""
 
-    mesh: Mesh
-    sizes: PartSizes
-    parts: Mapping[str, Part]
-    """Operator graphs by the names of the model's parts."""
-    code: Code
-    """The training schedule, linked for this layout."""
-    model_of: Callable[..., StageModel]
-    """Makes this run's model for a ``place`` in the mesh and a ``device``."""
-    model: StageModel
-    streams: Streams
-    recorder: Recorder
-    buckets: RankBuckets
-    optimizer: Optimizer
-    executor: Executor
-    """Runs the code of `Assembly.code`."""
+    def __init__(
+        self,
+        mesh: Mesh,
+        device: torch.device,
+        accelerator: Accelerator | None,
+        *,
+        sizes: PartSizes,
+        parts: Mapping[str, Part],
+        schedule: Schedule,
+        settings: OptimizerSettings,
+        dtype: torch.dtype,
+        reduce_dtype: torch.dtype | None = None,
+        deterministic: bool = False,
+        layers: Mapping[str, LayerDefinition] | None = None,
+        kernels: str = "torch",
+        choice: KernelChoice | None = None,
+        seed: int = 0,
+        captured: bool | Literal["auto"] = False,
+        spans: bool = True,
+        solo_ns: Mapping[str, int] | None = None,
+        around: Around | None = None,
+    ) -> None:
+        """Assemble a rank; all ranks call this together, since they choose kernels together.
+
+        ``accelerator`` has the streams of ``device``; None on a CPU. ``layers``: the user's own layers, by
+        kind. ``choice`` stores the kernels that earlier calls chose. ``solo_ns``: times of operators run
+        alone, for the recorder of spans. ``around``: runs operations inside of ranges with their names.
+        """
+        self.mesh, self.sizes, self.parts = mesh, sizes, parts
+        self.model_of = partial(
+            StageModel,
+            shape=sizes.shape,
+            layout=mesh.layout,
+            sizes=sizes,
+            dtype=dtype,
+            layers=layers,
+            operators=(choice or KernelChoice()).family(kernels, sizes, mesh, device, dtype),
+        )
+        """Makes this run's model for a ``place`` in the mesh and a ``device``."""
+        self.model = self.model_of(place=mesh.place, device=device)
+        self.model.initialise(seed)
+        self.streams: Streams = HostStreams() if accelerator is None else CudaStreams(accelerator)
+        self.recorder = Recorder(self.streams, solo_ns, recording=spans)
+        self.buckets = RankBuckets(
+            *(self.model.parameters, mesh, self.streams, self.recorder),
+            deterministic=deterministic,
+            reduce_dtype=reduce_dtype,
+        )
+        self.optimizer = Optimizer(self.buckets, settings, accelerator)
+        self.code = code_of(schedule, sizes, parts, mesh.layout)
+        """The training schedule, linked for this layout, which `executor` runs."""
+        assert mesh.groups is not None
+        self.executor = self.bind(
+            self.code,
+            recorder=self.recorder,
+            graph=step_graph(self.streams, self.recorder, captured, mesh.layout.ranks, mesh.groups.gather),
+            routing=Routing(self.model) if sizes.shape.experts else None,
+            around=around,
+        )
 
     def bind(self, code: Code, **how: Any) -> Executor:
-        """Return an executor of the given code; ``how``: further keywords of `Executor`, for example an
-        observer.
-        """
+        """Return an executor of the given code; ``how``: further keywords of `Executor`."""
         return Executor(
             code=code, model=self.model, mesh=self.mesh, streams=self.streams, buckets=self.buckets, **how
         )
 
-    def update(self, step: int, intact: Callable[[], None] = lambda: None) -> StepUpdate:
-        """Return the update that ends optimizer step ``step`` (from 0). ``intact`` raises if communication
-        was broken off.
+    def told_along(self, axis: str, values: IntArray) -> IntArray:
+        """Gather 64-bit integers (n, ...) of every rank along an axis; return an array (ranks,
+        *values.shape).
+
+        All ranks along the axis call this with arrays of one shape. Errors of the collective are raised.
         """
-        return StepUpdate(self.optimizer, step, intact)
+        sent = torch.from_numpy(values).to(self.model.context.device)
+        stream, launch = self.mesh.stream(axis), self.mesh.line(axis).all_gather(sent)
+        transfer = self.streams.start(stream, launch, awaited_next=True)
+        told: IntArray = self.streams.result_of(transfer).view(-1, *values.shape).cpu().numpy()
+        return told
 
 
 def join(plan: RunPlan, rank: int, hosts: Sequence[str], groups: Groups) -> Mesh:
-    """Make and connect the mesh of a run; all ranks call this together. ``hosts``: host of each rank; empty
-    if there is one host.
-    """
+    """Make and connect a run's mesh, all ranks together. ``hosts``: of each rank; empty for one host."""
     layout = plan.config.layout()
     mesh = build_mesh(
         layout,
@@ -97,11 +143,11 @@ def assemble(
     kernels: KernelChoice | None = None,
     around: Around | None = None,
 ) -> Assembly:
-    """Assemble a rank from the plan of a run; all ranks call this together (see `put_together`)."""
+    """Assemble a rank from the plan of a run; all ranks call this together (see `Assembly`)."""
     config, train = plan.config, plan.config.train
     definitions = load_layers(config.model.own_layers)
     sizes = config.sizes(plan.shape)
-    return put_together(
+    return Assembly(
         mesh,
         device,
         accelerator,
@@ -124,93 +170,9 @@ def assemble(
     )
 
 
-def put_together(
-    mesh: Mesh,
-    device: torch.device,
-    accelerator: Accelerator | None,
-    *,
-    sizes: PartSizes,
-    parts: Mapping[str, Part],
-    schedule: Schedule,
-    settings: OptimizerSettings,
-    dtype: torch.dtype,
-    reduce_dtype: torch.dtype | None = None,
-    deterministic: bool = False,
-    layers: Mapping[str, LayerDefinition] | None = None,
-    kernels: str = "torch",
-    choice: KernelChoice | None = None,
-    seed: int = 0,
-    captured: bool | Literal["auto"] = False,
-    spans: bool = True,
-    solo_ns: Mapping[str, int] | None = None,
-    around: Around | None = None,
-) -> Assembly:
-    """Assemble a rank; all ranks call this together, since they choose kernels together.
-
-    ``accelerator`` has the streams of ``device``; None on a CPU. ``layers``: the user's own layers, by kind.
-    ``choice`` stores the kernels that earlier calls chose. ``solo_ns``: times of operators run alone, for the
-    recorder of spans. ``around``: runs operations inside of ranges with their names.
-    """
-    layout = mesh.layout
-    model_of = partial(
-        StageModel,
-        shape=sizes.shape,
-        layout=layout,
-        sizes=sizes,
-        dtype=dtype,
-        layers=layers,
-        operators=(choice or KernelChoice()).family(kernels, sizes, mesh, device, dtype),
-    )
-    model = model_of(place=mesh.place, device=device)
-    model.initialise(seed)
-    streams = streams_on(accelerator)
-    recorder = Recorder(streams, solo_ns, recording=spans)
-    buckets = RankBuckets(
-        *(model.parameters, mesh, streams, recorder), deterministic=deterministic, reduce_dtype=reduce_dtype
-    )
-    optimizer = Optimizer(buckets, settings, accelerator)
-    code = code_of(schedule, sizes, parts, layout)
-    assert mesh.groups is not None
-    executor = Executor(
-        code=code,
-        model=model,
-        mesh=mesh,
-        streams=streams,
-        buckets=buckets,
-        recorder=recorder,
-        graph=step_graph(streams, recorder, captured, layout.ranks, mesh.groups.gather),
-        routing=routing_of(model),
-        around=around,
-    )
-    return Assembly(
-        mesh=mesh,
-        sizes=sizes,
-        parts=parts,
-        code=code,
-        model_of=model_of,
-        model=model,
-        streams=streams,
-        recorder=recorder,
-        buckets=buckets,
-        optimizer=optimizer,
-        executor=executor,
-    )
-
-
 def code_of(schedule: Schedule, sizes: PartSizes, parts: Mapping[str, Part], layout: ParallelLayout) -> Code:
     """Link a schedule over the model's parts and return the code of all stages."""
     units = scheduled_parts(
         parts, layout, sizes.kinds, unit_layers=schedule.unit_layers, partitions=schedule.partitions
     )
     return linked(schedule, layout, sizes.kinds, units)
-
-
-def streams_on(accelerator: Accelerator | None) -> Streams:
-    """Return the streams of an accelerator, or a CPU's streams if it is None."""
-    if accelerator is not None:
-        from braid.actors.stage.run.cuda_streams import CudaStreams
-
-        return CudaStreams(accelerator)
-    from braid.actors.stage.run.gloo_streams import HostStreams
-
-    return HostStreams()

@@ -8,20 +8,14 @@ the time between them.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from braid.actors.stage.rank.groups import Groups
+
 _QUESTIONS = 16
 """Number of questions that each host asks; the reply that arrived soonest counts."""
-
-
-class Gathers(Protocol):
-    """Collects values of all ranks."""
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in rank order."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +31,7 @@ class Difference:
         return self.ahead_ns if abs(self.ahead_ns) > self.unsure_ns else 0
 
 
-def clock_ahead_ns(rank: int, hosts: Sequence[str], groups: Gathers | None) -> int:
+def clock_ahead_ns(rank: int, hosts: Sequence[str], groups: Groups | None) -> int:
     """Return by how many nanoseconds this host's clock is ahead of rank 0's. All ranks call it together.
 
     Messages go over the default group, on the CPU.

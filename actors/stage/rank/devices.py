@@ -6,16 +6,13 @@ import torch
 
 
 def local_rank(rank: int, hosts: Sequence[str]) -> int:
-    """Return a rank's number among the ranks of its host; ``hosts``: host of each rank, empty for a single
-    host.
-    """
+    """Return a rank's number on its host; ``hosts``: host of each rank, empty for a single host."""
     return hosts[:rank].count(hosts[rank]) if hosts else rank
 
 
 def device_of(choice: str, number: int) -> torch.device:
     """Return the device of a rank: the CPU, or a GPU. Ray shows a rank one GPU alone; otherwise GPU
-    ``number`` of the host is taken. Raise `ValueError` if the host lacks it.
-    """
+    ``number`` of the host is taken. Raise `ValueError` if the host lacks it."""
     if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     count = torch.cuda.device_count()
@@ -40,8 +37,6 @@ def hardware(device: torch.device) -> str:
 
 
 def set_arithmetic(*, deterministic: bool, tf32: bool) -> None:
-    """Choose for this process bitwise reproducible kernels, and TF32 (10-bit mantissas) in fp32 matrix
-    products.
-    """
+    """Choose kernels with equal bits in every run, and TF32 in fp32 matrix products."""
     torch.use_deterministic_algorithms(deterministic)
     torch.backends.cuda.matmul.allow_tf32 = tf32

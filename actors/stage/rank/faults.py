@@ -58,17 +58,13 @@ class Saboteur:
     """Injects the faults of one rank."""
 
     def __init__(self, faults: Sequence[Fault], rank: int, run: Path, stretches: Sequence[Stretch]) -> None:
-        """Select the faults of ``rank``; ``stretches``: this rank's code of a training step, ``run``: the
-        run's directory.
-        """
+        """Select the faults of ``rank``; ``stretches``: its code of a step, ``run``: the run's directory."""
         self._folder = run / FOLDER
         self._faults = [fault for fault in faults if fault.rank == rank]
         self._positions = {fault: _position(fault, stretches) for fault in self._faults}
 
     def before(self, step: int, buckets: RankBuckets) -> Callable[[int], None] | None:
-        """Return a callback for the executor to call before every instruction of a step; None if no fault is
-        due.
-        """
+        """Return a callback to call before every instruction of a step; None if no fault is due."""
         due = [fault for fault in self._due(step) if fault.phase not in _TRANSFERS]
 
         def look(position: int) -> None:
@@ -80,9 +76,7 @@ class Saboteur:
         return look if due else None
 
     def transfers(self, step: int) -> Callable[[Reduce | Gather], None] | None:
-        """Return a callback for the executor to call before every gradient sum and gather; None if no fault
-        is due.
-        """
+        """Return a callback to call before every gradient sum and gather; None if no fault is due."""
         due = [fault for fault in self._due(step) if fault.phase in _TRANSFERS]
         begun: Counter[type] = Counter()
 
@@ -97,9 +91,7 @@ class Saboteur:
         return look if due else None
 
     def during_save(self, steps_done: int, folder: Path) -> None:
-        """If a fault is due, start a thread that kills this process once the save has begun to write into
-        ``folder``.
-        """
+        """If a fault is due, kill this process as soon as the save has written into ``folder``."""
         for fault in self._faults:
             due = fault.phase == "save" and fault.step < steps_done
             if due and not (self._folder / fault.name).exists():

@@ -36,8 +36,8 @@ MessageKind = tuple[Direction, str]
 @dataclass(frozen=True)
 class Mesh:
     """The process groups ("lines") of this rank, by mesh axis or by `Factor` of an axis; axes of degree 1
-    have no line. Ranks of a line are numbered by their position on the axis.
-    """
+    have no line. Ranks of a line are numbered by their position on the axis. "ends" is the line of first and
+    last stage, where both hold the table that embedding and head share."""
 
     layout: ParallelLayout
     rank: int
@@ -45,19 +45,7 @@ class Mesh:
     topology: Topology
     lines: dict[str, Line]
     channels: dict[MessageKind, Channel]
-    ends: Line | None
-    """The line of the first and the last stage, if both hold the table that embedding and head share; None on
-    other ranks.
-    """
     groups: "Groups | None" = None
-    """The object that made the lines."""
-
-    def shared(self, axis: str) -> Line:
-        """Return the line of the ranks that share parameters along an axis (see `Buckets.axes`)."""
-        if axis == "ends":
-            assert self.ends is not None
-            return self.ends
-        return self.lines[axis]
 
     @property
     def position(self) -> Position:
@@ -66,8 +54,7 @@ class Mesh:
 
     def line(self, axis: str) -> Line:
         """Return the line of an axis or factor; raise `ValueError` if the ranks' placement on nodes gives no
-        such factor.
-        """
+        such factor."""
         if axis not in self.lines:
             factors = ", ".join(name for name in self.lines if "." in name) or "none"
             raise ValueError(
@@ -85,7 +72,7 @@ class Mesh:
         return up
 
     def stream(self, axis: str) -> Stream:
-        """Return the stream that carries the transfers along an axis (as for `shared`)."""
+        """Return the stream that carries the transfers along an axis (as for `line`)."""
         if axis == "ends":
             return self.stream_to(self.layout.pp - 1 - self.position["pp"])
         if isinstance(axis, Factor):
@@ -99,7 +86,6 @@ class Mesh:
         during a step the peer may be waiting for something else.
         """
         used: list[Channel] = [*self.lines.values(), *self.channels.values()]
-        used += [self.ends] if self.ends else []
         for channel in {id(channel): channel for channel in used}.values():
             channel.warm_up()
 
@@ -170,10 +156,11 @@ def build_mesh(
     if layout.pp > 1:
         for direction, way in product(Direction, ("down", "up")):
             channels[direction, way] = groups.channel(place.mesh.groups(("pp",)))
-    ends = None
     if layout.pp > 1 and tied_ends:
         ends = groups.line("ends", [[line[0], line[-1]] for line in place.mesh.groups(("pp",))])
-    return Mesh(layout, rank, place, topology, lines, channels, ends, groups)
+        if ends is not None:
+            lines["ends"] = ends
+    return Mesh(layout, rank, place, topology, lines, channels, groups)
 
 
 @dataclass(frozen=True)

@@ -114,8 +114,7 @@ class Rank(ABC):
     @abstractmethod
     def restore_copies(self, step: int, sources: Sequence[int]) -> None:
         """Restore the state after ``step`` steps from copies; all ranks are called. ``sources``: for each
-        rank, the rank that holds its copy.
-        """
+        rank, the rank that holds its copy."""
 
     @abstractmethod
     def rescue(self, directory: str, plan: Rescue) -> Written:

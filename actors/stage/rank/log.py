@@ -22,7 +22,6 @@ _MOST_BYTES: Final = 8 << 20
 
 
 def log_file(run: Path, rank: int) -> Path:
-    """Return the path of a rank's log in a run's directory."""
     return run / FOLDER / f"rank-{rank}.log"
 
 

@@ -1,35 +1,126 @@
-"""A rank's membership in the process groups of a generation: join them, break off at any moment, leave
-them.
-"""
+"""A rank's membership in a generation's process groups: join, break off at any moment, leave; its network
+address, and the connections of the groups."""
 
+import contextlib
+import fcntl
+import os
+import socket
+import stat
+import struct
 import threading
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from braid.actors.config import ClusterConfig
 from braid.actors.stage.rank.devices import device_of, local_rank
 from braid.actors.stage.rank.groups import make_world
 from braid.actors.stage.rank.messages import Rendezvous
-from braid.actors.stage.rank.network import Connections, bind_gloo, store_on
+
+if TYPE_CHECKING:  # tests of GPUs run where pydantic is not installed
+    from braid.actors.config import ClusterConfig
+    from braid.actors.stage.run.step_graph import StepGraph
+
+_SIOCGIFADDR = 0x8915
+_SO_MAX_PACING_RATE = 47
+"""Socket option for a limit in bytes per second, which TCP keeps; from Linux's `asm-generic/socket.h`."""
 
 
-class RefersToGroups(Protocol):
-    """A CUDA graph with collectives, which refers to process groups."""
+def interface_of(address: str) -> str | None:
+    """Return the network interface that has an IPv4 address; None if unknown.
 
-    def drop(self) -> None:
-        """Drop the references to the groups; callable from any thread."""
+    The loopback interface answers to all of 127.0.0.0/8, but reports only one of these addresses.
+    """
+    first = address.partition(".")[0]
+    for _, name in socket.if_nameindex():
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            request = struct.pack("256s", name.encode()[:15])
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+            interface_address = socket.inet_ntoa(answer[20:24])
+            if interface_address == address or (first == "127" and interface_address.startswith("127.")):
+                return name
+    return None
+
+
+def bind_gloo(address: str) -> None:
+    """Make gloo use the interface of ``address``, unless the user chose an interface."""
+    if "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface_of(address)):
+        os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def store_on(address: str, timeout: timedelta) -> dist.TCPStore:
+    """Host a store on a free port of one address only; torch itself would listen on all addresses."""
+    listening = socket.create_server((address, 0))
+    port = listening.getsockname()[1]
+    return dist.TCPStore(
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=listening.detach(),
+    )
+
+
+class Connections:
+    """The sockets opened while process groups were made: their rate can be limited, and they can be shut down
+    to end waiting calls.
+
+    gloo has no other way to end a collective whose peer is silent: a waiting thread returns when its sockets
+    are shut down, and not before (measured; docs/design.md, Failure). Sockets that other threads happen to
+    open in this time are shut down too; Ray renews its connections by itself.
+    """
+
+    def __init__(self) -> None:
+        self._before = _sockets()
+        self._of_groups: dict[int, int] = {}
+
+    def made(self) -> None:
+        """Record that the groups have been made: sockets opened later do not belong to them."""
+        self._of_groups = dict(_sockets().items() - self._before.items())
+
+    def shut(self) -> None:
+        """Shut the connections down in both directions, except connections that were closed in the meantime.
+
+        Listening sockets are left alone: gloo ends the process when one of its listening sockets is shut
+        down.
+        """
+        self._each(lambda connection: connection.shutdown(socket.SHUT_RDWR))
+
+    def pace(self, mbit: float) -> None:
+        """Limit each connection's sending rate, in Mbit/s, as if hosts were joined by a slow link."""
+        rate = round(mbit * 1e6 / 8)
+        self._each(lambda connection: connection.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, rate))
+
+    def _each(self, do: Callable[[socket.socket], None]) -> None:
+        for handle, inode in (self._of_groups or dict(_sockets().items() - self._before.items())).items():
+            with contextlib.suppress(OSError):
+                if os.fstat(handle).st_ino == inode:
+                    with socket.socket(fileno=os.dup(handle)) as connection:
+                        connection.getpeername()  # raises if it is not connected
+                        do(connection)
+
+
+def _sockets() -> dict[int, int]:
+    """Return the inode of each socket of this process, by file descriptor."""
+    sockets = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            status = os.stat(entry)
+            if stat.S_ISSOCK(status.st_mode):
+                sockets[int(entry.name)] = status.st_ino
+    return sockets
 
 
 class Membership:
     """Holds the store where ranks meet, the connections between them, and the rank's device."""
 
-    graph: RefersToGroups | None = None
+    graph: "StepGraph | None" = None
     """The CUDA graph of a step. It is dropped before the groups are destroyed: NCCL destroys no communicator
-    that a graph still refers to.
-    """
+    that a graph still refers to."""
 
     def __init__(self, address: str) -> None:
         self.device = torch.device("cpu")
@@ -41,14 +132,11 @@ class Membership:
         self._lock = threading.Lock()
 
     def host_store(self, timeout_s: float) -> int:
-        """Host the rendezvous on a free port of this node and return the port."""
         self._store = store_on(self._address, timedelta(seconds=timeout_s))
         return int(self._store.port)
 
-    def begin(self, cluster: ClusterConfig, rank: int, rendezvous: Rendezvous) -> None:
-        """Begin a generation: choose the rank's device, and observe which connections are opened from
-        now on.
-        """
+    def begin(self, cluster: "ClusterConfig", rank: int, rendezvous: Rendezvous) -> None:
+        """Begin a generation: choose the device, and watch which connections are opened from now on."""
         with self._lock:  # an abort of the previous generation has ended
             if self._generation == rendezvous.generation:  # the same generation again
                 self._broken_off = -1
@@ -58,8 +146,7 @@ class Membership:
         self.use_device()
         self._connections = Connections()
 
-    def join(self, cluster: ClusterConfig, rendezvous: Rendezvous, rank: int, ranks: int) -> None:
-        """Join the process group of all ranks."""
+    def join(self, cluster: "ClusterConfig", rendezvous: Rendezvous, rank: int, ranks: int) -> None:
         timeout = timedelta(seconds=cluster.group_timeout_s)
         bind_gloo(self._address)
         if self._store is None:
@@ -119,7 +206,6 @@ class Membership:
             torch.accelerator.set_device_index(self.device)
 
     def leave(self) -> None:
-        """Destroy all process groups and drop the store."""
         self._drop_graph()
         self._destroy()
         self._store = self._connections = self.graph = None

@@ -23,13 +23,9 @@ class Rendezvous:
     port: int
     generation: int
     hosts: tuple[str, ...] = ()
-    """Host of every rank, which tells transfers inside a node from transfers between nodes. Empty: there is
-    one host.
-    """
+    """Host of every rank, from which links inside and between nodes follow; empty: one host."""
     copies_shift: int = 0
-    """Copies of a rank's state go to the rank ``copies_shift`` positions further on; 0: no copies are
-    sent.
-    """
+    """Copies of a rank's state go to the rank so many positions further on; 0: to none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,23 +61,19 @@ class Fault:
     """Name of the file in the run's directory that marks the fault as fired."""
     kind: FaultKind
     """Effect of the fault: SIGKILL (kill), SIGSTOP (stop), a NaN gradient (nan: once; skip: whenever the step
-    runs, so that the step is skipped), or a wait until `faults.let_go` (hold).
-    """
+    runs, so that the step is skipped), or a wait until `faults.let_go` (hold)."""
     rank: int
     step: int
     """Step of the fault, from 0; with phase "save", the first save after this step."""
     phase: FaultPhase
     place: float = 0.0
-    """Point of the phase at which the fault fires, in [0, 1): a fraction of the phase's blocks or
-    transfers.
-    """
+    """Share of the phase's blocks or transfers after which the fault fires, in [0, 1)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CopiesHeld:
     """Copies in a rank's memory, named by step: of its own state, and of the state of rank ``partner``, which
-    sends its copies here.
-    """
+    sends its copies here."""
 
     own: tuple[int, ...]
     partner: int | None
@@ -103,9 +95,7 @@ class SerialStep:
         return 1 / (1 - shorter)
 
     def recovered(self, seconds: float) -> float | None:
-        """Return the share of the greatest possible gain that a measured step achieved; None if there is no
-        gain.
-        """
+        """Return the share of the possible gain that a measured step has; None if there is no gain."""
         best = self.seconds / self.limit_speedup
         return (self.seconds - seconds) / (self.seconds - best) if self.seconds > best else None
 
@@ -125,13 +115,10 @@ class RunPlan:
     streams: Mapping[str, Stream] = field(default_factory=dict)
     """Stream of each mesh axis in this profile."""
     files: Mapping[str, str | bytes] = field(default_factory=dict)
-    """Files on which decisions were based (``profile.json``, ...), to be written into the run directory, by
-    name.
-    """
+    """Files behind the decisions (``profile.json``, ...), for the run's directory, by name."""
     serial: SerialStep | None = None
     """The simulated step without any overlap; None without a profile."""
     faults: tuple[Fault, ...] = ()
-    """Faults that a drill injects."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,9 +128,7 @@ class RoutingSums:
     layers: tuple[int, ...]
     """Indices in the model, from 0, of the L layers with experts on this rank."""
     visits: NDArray[np.int64]
-    """(L, experts): numbers of visits. A visit is a token with one of its choices, whether accepted or
-    dropped.
-    """
+    """(L, experts): visits, each a token with one of its choices, accepted or dropped."""
     dropped: NDArray[np.int64]
     """(L,): numbers of visits that were dropped for lack of capacity."""
     losses: NDArray[np.float64]
@@ -160,7 +145,6 @@ class StepResult:
     seconds: float
     overlap: OverlapNumbers
     peak_bytes: int
-    """Peak bytes in use during the step."""
     lifetime_peak_bytes: int
     """Peak bytes in use since the rank's process began."""
     applied: bool = True
@@ -177,32 +161,26 @@ class StepResult:
     """Statistics of the routers; None for models without experts."""
 
 
-COMPUTE: Final = "compute"
-"""Name, in measurements, of a second computation that runs at the same time as an operator."""
-
-
 MESSAGE: Final = "pp/message"
 """Name, in measurements, of messages between neighbouring stages that run at the same time as an operator."""
 SUM: Final = "dp/sum"
 """Name, in measurements, of a sum of gradients that runs at the same time as an operator; along a factor of
-an axis the name ends alike.
-"""
+an axis the name ends alike."""
 OUTSIDE: Final = ("/message", "/sum")
 """Suffixes of the names of transfers that are not collectives of a layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Together:
-    """One measurement, in nanoseconds, of an operator that runs at the same time as another operator or
-    transfer.
-    """
+    """One measurement, in nanoseconds, of an operator or transfer that runs at the same time as another
+    transfer."""
 
     operator_ns: int
     other_ns: int
     both_ns: int
     """Time from the beginning of the first to the end of the last."""
     delay_ns: int = 0
-    """Time from the beginning of the other operator or transfer to the beginning of the operator."""
+    """Time from the beginning of the other transfer to the beginning of the operator."""
 
     @property
     def overlap_ns(self) -> int:
@@ -216,13 +194,12 @@ class Samples:
 
     solo_ns: Mapping[str, list[int]]
     together: Mapping[tuple[str, str], list[Together]]
-    """Measurements by operator and companion: the class of a spare transfer, or `COMPUTE`."""
+    """Measurements by operator and the class of the spare transfer that ran beside it."""
     spares: Mapping[str, list[int]]
     """Times of spare transfers (run for measurement only) alone, by class."""
     handling: Mapping[str, list[tuple[int, int]]]
     """Time for which the rank itself was busy with a spare transfer beside an operator, by class: to start
-    the transfer, and to continue after its end.
-    """
+    the transfer, and to continue after its end."""
     spare_of: Mapping[str, str]
     """Class of every collective of the graphs; collectives of equal kind, axis and size are of one class."""
     transfers: Mapping[str, list[tuple[int, int]]]
@@ -233,9 +210,7 @@ class Samples:
     optimizer_ns_per_parameter: list[float]
     copy_ns_per_byte: list[float] = field(default_factory=lambda: [0.0])
     expert_rows: list[int] = field(default_factory=list)
-    """Numbers of rows that this rank's experts computed, one for each pass; empty if all ranks have equally
-    many.
-    """
+    """Rows of this rank's experts, by pass; empty if all ranks have equally many."""
     experts_with: tuple[int, ...] = ()
     """The ranks that exchanged tokens in these passes: this rank's group along ep."""
     transfers_alone: bool = False

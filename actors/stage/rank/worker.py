@@ -3,9 +3,10 @@
 import gc
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,7 @@ import torch
 from braid.actors.stage.data.samples import ReplicaSamples, documents_to_measure
 from braid.actors.stage.files.digests import damage_in_share
 from braid.actors.stage.measure.kernel_uses import KernelChoice
-from braid.actors.stage.measure.memory_meter import MemoryMeter
-from braid.actors.stage.measure.peak_memory import PeakMemory
+from braid.actors.stage.measure.memory import PeakMemory, held_bytes
 from braid.actors.stage.measure.profiling import Profiler
 from braid.actors.stage.measure.span_stream import Sink, SocketSink, SpanStream
 from braid.actors.stage.measure.telemetry import Recorder
@@ -39,13 +39,13 @@ from braid.actors.stage.rank.messages import (
     StepResult,
     Written,
 )
-from braid.actors.stage.rank.peers import Peers
 from braid.actors.stage.run.accelerator import accelerator_of
 from braid.actors.stage.run.executor import Executor
 from braid.actors.stage.state.checkpoint import Saves, held_slices, load_checkpoint, save_group, write_slices
 from braid.actors.stage.state.copies import Copies
 from braid.actors.stage.state.exchange import load_initial
 from braid.scheduling.generate.lower import validation_schedule
+from braid.scheduling.schedule.operations import Operation
 from braid.scheduling.schedule.validate import linked
 
 
@@ -126,8 +126,7 @@ class Worker(Logged, Rank):
         if initial is not None and frozen:  # checkpoints and copies hold what is trained
             load_initial(initial, plan.shape, ((shard.tensor, shard.slices) for shard in frozen))
         self._membership.graph = parts.executor.graph
-        exchange = Peers(mesh, parts.streams, device).told
-        parts.executor.ended = partial(parts.recorder.meet, self.rank, exchange)
+        parts.executor.ended = partial(parts.recorder.meet, self.rank, parts.told_along)
         if self._samples is not None and (count := self._samples.validation_micro_batches):
             validation = validation_schedule(plan.shape, layout, count, parts.parts)
             code = linked(validation, layout, parts.sizes.kinds, parts.parts)
@@ -153,7 +152,7 @@ class Worker(Logged, Rank):
         executor.before = self._saboteur.before(step, self._parts.buckets)
         executor.transfers = self._saboteur.transfers(step)
         while True:
-            update = self._parts.update(step, self._membership.intact)
+            update = self._parts.optimizer.begin(step, self._membership.intact)
             loss_sum = executor.run(batches, 1.0 / (batch * self._shape.sequence), update)
             if update.applied or discarded or self._config.failure.on_nan != "retry":
                 break
@@ -198,9 +197,9 @@ class Worker(Logged, Rank):
 
     def profile(self, rounds: int, seed: int) -> Samples:
         documents = documents_to_measure(self._samples, self._config, self._parts.model.context)
-        choices_made = ChoicesMade(self._parts.model)
+        recorder, choices_made = Recorder(self._parts.streams), ChoicesMade(self._parts.model)
         if choices_made.wanted and self._samples is not None:
-            self._run_again(0, routing=choices_made)
+            self._run_again(self._parts.bind(self._parts.code, recorder=recorder, routing=choices_made), 0)
         profiler = Profiler(
             self._parts.parts,
             self._parts.model,
@@ -210,28 +209,29 @@ class Worker(Logged, Rank):
             documents,
             choices_made.choices,
         )
-        samples = profiler.run(rounds, self._parts.buckets.square, lambda: self._parts.optimizer.step(0))
+        samples = profiler.run(rounds, self._parts.buckets.square, self._parts.optimizer.step)
         self._parts.buckets.zero()
         return samples
 
     def activation_bytes(self, step: int) -> int:
-        meter = MemoryMeter(lambda: self._parts.buckets.passing)
-        self._run_again(step, watch=meter)
-        return meter.peak_bytes
+        peak = 0
 
-    def _run_again(self, step: int, **watching: Any) -> None:
+        def watch(operation: Operation) -> None:
+            nonlocal peak
+            peak = max(peak, held_bytes(executor.held(), self._parts.buckets.passing))
+
+        executor = self._parts.bind(self._parts.code, recorder=Recorder(self._parts.streams), watch=watch)
+        self._run_again(executor, step)
+        return peak
+
+    def _run_again(self, executor: Executor, step: int) -> None:
         assert self._samples is not None
-        executor = self._parts.bind(self._parts.code, recorder=Recorder(self._parts.streams), **watching)
-        if (meter := watching.get("watch")) is not None:
-            meter.executor = executor
         tokens = self._config.train.global_batch * self._shape.sequence
         executor.run(self._samples.of_step(step), 1.0 / tokens)
         self._parts.buckets.zero()
 
     def stream_spans(self, target: Any, generation: int) -> None:
-        """Stream the spans of all further steps to a collector; ``target`` is the path of a Unix socket
-        here.
-        """
+        """Stream spans; ``target`` is the path of a Unix socket here."""
         if self._config.telemetry.spans:
             self._stream = SpanStream(self.rank, generation, self._span_sink(target))
 
@@ -333,3 +333,29 @@ class Worker(Logged, Rank):
 
     def process_id(self) -> int:
         return os.getpid()
+
+
+class JoinedWorker(Worker):
+    """A rank in a process that torchrun has started: its spans travel over a connection to the controller."""
+
+    def __init__(self, rank: int, address: str, connect: Callable[[], Connection]) -> None:
+        """``connect``: opens a connection for this rank's spans."""
+        super().__init__(rank, address)
+        self._connect = connect
+
+    def _span_sink(self, target: Any) -> Sink:
+        return ConnectionSink(self._connect())
+
+
+class ConnectionSink:
+    """Sends batches over a connection."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def send(self, batch: bytes) -> bool:
+        self._connection.send_bytes(batch)
+        return True
+
+    def close(self, timeout_s: float) -> None:
+        self._connection.close()

@@ -1,7 +1,7 @@
 """Interface of a rank to the accelerator that it computes on: streams, events, and waiting.
 
-The interface is small, so that classes which order work (`CudaStreams`) can run on every accelerator that
-torch supports, and in tests on a simulated machine that checks the order (tests/cuda).
+The interface is small, so that classes which order work (`CudaStreams`) can run in tests on a simulated
+machine that checks the order (tests/cuda).
 """
 
 from collections.abc import Iterator
@@ -44,9 +44,7 @@ class CapturedGraph(Protocol):
         """Issue all captured work to the current stream, in one call; it uses the memory of the capture."""
 
     def reset(self) -> None:
-        """Release the work and its references, for example to communicators; a running replay still
-        completes.
-        """
+        """Release the work and its references, such as communicators; a running replay completes."""
 
 
 class Accelerator(Protocol):
@@ -85,67 +83,26 @@ class Accelerator(Protocol):
         """Let the host wait until the device has finished all work."""
 
 
-class TorchAccelerator:
-    """A device that is controlled through PyTorch's device-independent interface."""
+class CudaAccelerator:
+    """A GPU, with events of `torch.cuda`: in graphs, only these measure time between each other."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def current(self) -> DeviceStream:
-        """Return the current stream of this thread."""
-        return cast(DeviceStream, torch.accelerator.current_stream(self._device))
-
-    def stream(self) -> DeviceStream:
-        """Return a stream of high priority: communication that waits behind compute hides nothing."""
-        return cast(DeviceStream, torch.Stream(device=self._device, priority=-1))
-
-    def on(self, stream: DeviceStream) -> AbstractContextManager[object]:
-        """Make the stream current for this thread."""
-        return cast(AbstractContextManager[object], stream)
-
-    def event(self) -> Event:
-        """Return an event that records time."""
-        return cast(Event, torch.Event(device=self._device, enable_timing=True))
-
-    def graph_event(self) -> Event:
-        """Raise `RuntimeError`: torch has events inside graphs for CUDA only."""
-        raise RuntimeError(f"{self._device.type} has no events that are part of a graph")
-
-    def capture(self) -> AbstractContextManager[CapturedGraph]:
-        """Raise `RuntimeError`: torch captures graphs for CUDA only."""
-        raise RuntimeError(f"{self._device.type} has no graphs")
-
-    def spin(self, ns: float) -> None:
-        """Do nothing: torch has a kernel that spins for CUDA only."""
-
-    def synchronise(self) -> None:
-        """Wait for all streams."""
-        torch.accelerator.synchronize(self._device)
-
-
-class CudaAccelerator(TorchAccelerator):
-    """A GPU. It uses streams and events of `torch.cuda`: events in graphs measure time only between such
-    events.
-    """
-
-    def current(self) -> DeviceStream:
-        """Return the current stream of this thread."""
         return cast(DeviceStream, torch.cuda.current_stream(self._device))
 
     def stream(self) -> DeviceStream:
-        """Return a stream of high priority."""
+        # of high priority: communication that waits behind compute hides nothing
         return cast(DeviceStream, torch.cuda.Stream(self._device, priority=-1))
 
     def on(self, stream: DeviceStream) -> AbstractContextManager[object]:
-        """Make the stream current for this thread."""
         return torch.cuda.stream(cast(torch.cuda.Stream, stream))
 
     def event(self) -> Event:
-        """Return an event that records time."""
         return cast(Event, torch.cuda.Event(enable_timing=True))
 
     def graph_event(self) -> Event:
-        """Return an external CUDA event."""
         return cast(Event, torch.cuda.Event(enable_timing=True, external=True))
 
     @contextmanager
@@ -156,14 +113,13 @@ class CudaAccelerator(TorchAccelerator):
             yield graph
 
     def spin(self, ns: float) -> None:
-        """Occupy the stream for at least ``ns`` at clocks up to 2 GHz, as CUDA 13 does not report the clock
-        rate.
-        """
+        # at clocks up to 2 GHz, as CUDA 13 does not report the clock rate
         torch.cuda._sleep(int(2 * ns))
+
+    def synchronise(self) -> None:
+        torch.cuda.synchronize(self._device)
 
 
 def accelerator_of(device: torch.device) -> Accelerator | None:
     """Return the accelerator of a rank; None for a CPU."""
-    if device.type == "cpu":
-        return None
-    return CudaAccelerator(device) if device.type == "cuda" else TorchAccelerator(device)
+    return CudaAccelerator(device) if device.type == "cuda" else None

@@ -7,6 +7,7 @@ collective, the label of a span. An operation that cannot be bound raises an err
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from math import prod
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,7 @@ from braid.actors.stage.model.model import PartInstance, StageModel
 from braid.actors.stage.rank.groups import Mesh
 from braid.actors.stage.run.regions import Rows
 from braid.actors.stage.run.streams import Streams, Transfer
-from braid.kernels.collectives.primitives import Launch, Line
-from braid.kernels.collectives.stages import gather_stage, scatter_stage
+from braid.kernels.collectives.primitives import Launch, gather_stage, scatter_stage
 from braid.kernels.operators.linear import Linear
 from braid.kernels.operators.operator import ComputeOperator
 from braid.scheduling.mesh.mesh import place_in
@@ -37,14 +37,6 @@ Bound = Callable[[Sequence[Registers], Sequence[Pass]], None]
 """Function of a bound operation; its arguments are the frames and the passes of the operation's stretch."""
 
 
-def _all_gather(line: Line, x: Tensor, shares: Sequence[int] | None = None) -> Launch:
-    return line.all_gather(x) if shares is None else line.all_gather(x, shares=shares)
-
-
-def _reduce_scatter(line: Line, x: Tensor, shares: Sequence[int] | None = None) -> Launch:
-    return line.reduce_scatter(x) if shares is None else line.reduce_scatter(x, shares=shares)
-
-
 def collective_of(kind: Kind, phase: Phase = Phase.FORWARD) -> Callable[..., Launch]:
     """Return the function that launches a kind of collective, given line, x, and perhaps the rows of each
     rank.
@@ -53,9 +45,9 @@ def collective_of(kind: Kind, phase: Phase = Phase.FORWARD) -> Callable[..., Lau
     """
     match kind:
         case Kind.ALL_GATHER:
-            return _all_gather
+            return lambda line, x, shares=None: line.all_gather(x, shares=shares)
         case Kind.REDUCE_SCATTER:
-            return _reduce_scatter
+            return lambda line, x, shares=None: line.reduce_scatter(x, shares=shares)
         case Kind.ALL_TO_ALL:
             return lambda line, x, extents: line.all_to_all(x, extents)
         case Kind.ALL_REDUCE:
@@ -82,7 +74,6 @@ class Binder:
         self._activation_bytes = model.context.dtype.itemsize
 
     def compute(self, operation: Compute, frame: Frame, chunk: int) -> Bound:
-        """Bind a compute operator of a chunk of the model."""
         node = operation.what
         assert isinstance(node, Node)
         op, instance = node.operator, self._instance(node, chunk)
@@ -113,9 +104,7 @@ class Binder:
         return run
 
     def _compute_piece(self, operation: Compute, node: Node, frame: Frame, instance: PartInstance) -> Bound:
-        """Bind an operator on some rows or columns of its input; its result is copied into the whole
-        value.
-        """
+        """Bind an operator on some rows or columns; its result is copied into the whole value."""
         op, label = node.operator, self._label(node, instance)
         source, *so_far = operation.reads
         target = operation.writes[0]
@@ -171,7 +160,6 @@ class Binder:
         return run
 
     def wait(self, operation: Wait, frame: Frame) -> Bound:
-        """Bind the wait for a collective."""
         node = operation.what
         assert isinstance(node, Node)
         turn, target, freed = operation.turn, operation.writes[0], operation.frees
@@ -194,9 +182,7 @@ class Binder:
     # -- pieces (`braid.scheduling.generate.partitions`) -----------------------------------------------------
 
     def _collective(self, op: Operator, frame: Frame, operation: Start) -> Callable[..., Launch]:
-        """Return the function that launches a collective on a value, or one stage of a collective on a
-        piece.
-        """
+        """Return the function that launches a collective, or one of its stages on a piece."""
         assert op.axis is not None
         line, whole = self._mesh.line(op.axis), collective_of(op.kind, op.phase)
         if op.piece is None:
@@ -211,9 +197,7 @@ class Binder:
         rows = self._rows(
             replace(region, spans=tuple(spans)), read, DimRanks.OWN if gathers else DimRanks.ALL
         )
-        outer = 1
-        for span, size in zip(region.spans[:dim], mesh[:dim], strict=True):
-            outer *= span.of(size)
+        outer = prod(span.of(size) for span, size in zip(region.spans[:dim], mesh[:dim], strict=True))
         stage = gather_stage if gathers else scatter_stage
 
         def launch(x: Tensor) -> Launch:
@@ -222,9 +206,7 @@ class Binder:
         return launch
 
     def _rows(self, wanted: Region | None, read: Value, whole: DimRanks) -> Rows | None:
-        """Return the rows of a value that form a region; None if all. ``whole``: ranks whose rows a whole
-        value has.
-        """
+        """Return a region's rows of a value; None if all. ``whole``: whose rows a whole value has."""
         if wanted is None:
             return None
         held = read.region or Region(wanted.axis, wanted.mesh, (whole,) * len(wanted.mesh))
@@ -236,8 +218,7 @@ class Binder:
         self, frame: Frame, writes: Sequence[int], whole: DimRanks
     ) -> Callable[[Registers], None] | None:
         """Return a function that copies a piece into the whole value, which the first piece allocates; None
-        if the operation writes no whole value.
-        """
+        if the operation writes no whole value."""
         if len(writes) == 1:
             return None
         piece, target = writes
@@ -285,9 +266,7 @@ def _getter(reads: Sequence[int]) -> Callable[[Registers], tuple[Any, ...]]:
 
 
 def shapes_of(inputs: Iterable[Any], results: Iterable[Any]) -> str:
-    """Return the shapes of an operator's inputs and results as readable text: ``512x1024, 1024 ->
-    512x1024``.
-    """
+    """Return the shapes of an operator's inputs and results as text: ``512x1024, 1024 -> 512x1024``."""
 
     def listed(values: Iterable[Any]) -> str:
         shapes = (tuple(value.shape) for value in values if isinstance(value, Tensor))

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from braid.actors.stage.run.accelerator import Accelerator, CapturedGraph, DeviceStream, Event
-from braid.actors.stage.run.streams import Mark, Transfer
+from braid.actors.stage.run.streams import Mark, Streams, Transfer
 from braid.kernels.collectives.primitives import Launch
 from braid.scheduling.mesh.cluster import Stream
 
@@ -23,7 +23,7 @@ class Captured:
     passed: int = 0
 
 
-class CudaStreams:
+class CudaStreams(Streams):
     """NCCL transfers on side streams, ordered against compute by events; the host never waits.
 
     All memory is allocated on the compute stream. A transfer's inputs are kept until its result is taken,
@@ -51,7 +51,6 @@ class CudaStreams:
         self._origin, self._epoch_ns = self.mark(), time.time_ns()
 
     def mark(self) -> Event:
-        """Record an event on the compute stream."""
         event = self._record(self._compute)
         if self._capturing is not None:
             self._capturing.marks.append(event)
@@ -62,7 +61,6 @@ class CudaStreams:
         return event
 
     def progress(self) -> int:
-        """Return the number of marks that the device has passed; the host may be far ahead."""
         with self._counting:  # the thread that reports the rank's life calls this, too
             while self._issued and self._issued[0].query():
                 self._issued.popleft()
@@ -70,7 +68,6 @@ class CudaStreams:
             return self._passed + self._replayed()
 
     def complete(self, transfer: Transfer) -> bool:
-        """Tell whether the device has passed the end of a transfer; False during capture."""
         return self._capturing is None and bool(transfer.end.query())
 
     def _replayed(self) -> int:
@@ -104,7 +101,6 @@ class CudaStreams:
         return Transfer(launch=launch, work=work, begin=begin, end=end, arrival=arrival)
 
     def wait(self, transfer: Transfer) -> None:
-        """Let the compute stream wait for a transfer."""
         self._compute.wait_event(transfer.arrival)
 
     def barrier(self) -> None:
@@ -136,7 +132,6 @@ class CudaStreams:
             self._compute, self._side, self._ends = outer
 
     def replay(self, captured: Captured) -> None:
-        """Issue the captured work to the device."""
         began = self.mark()
         with self._counting:
             self._passed += self._replayed()
@@ -149,7 +144,6 @@ class CudaStreams:
         self._accelerator.spin(_LEAD_NS)
 
     def delay(self, ns: float) -> None:
-        """Keep the compute stream busy for ``ns`` nanoseconds."""
         self._accelerator.spin(ns)
 
     def nanoseconds(self, mark: Mark) -> int:
@@ -167,11 +161,7 @@ class CudaStreams:
         return passed_ns
 
     def epoch_ns(self) -> int:
-        """Return the wall-clock time, in nanoseconds, of the event that `nanoseconds` counts from."""
         return self._epoch_ns
-
-    def close(self) -> None:
-        """Do nothing: there is no thread to end."""
 
     def forget(self, marks: Iterable[Mark]) -> None:
         """Reuse the events of marks, except events that are still queried."""
@@ -191,16 +181,13 @@ class CudaStreams:
 
 
 def _after(begin: Event, mark: Event) -> bool:
-    """Tell whether a replay has passed a mark after ``begin``; the mark may still have an earlier replay's
-    time.
-    """
+    """Tell whether a replay has passed a mark, which may still have an earlier replay's time."""
     return mark.query() and begin.elapsed_time(mark) >= 0
 
 
 _LEAD_NS = 2_000_000
 """Nanoseconds by which `lead` occupies the device: a layer's longest operator takes the host some 20
-launches, of 5 to 10 us each.
-"""
+launches, of 5 to 10 us each."""
 _MANY = 4096
 """Greatest number of marks that are stored before they are queried."""
 _FAR_NS = 1_000_000_000

@@ -49,7 +49,7 @@ if TYPE_CHECKING:  # benchmarks on one GPU run where numpy is not installed
     from braid.actors.stage.model.routing import Routing
     from braid.actors.stage.rank.messages import RoutingSums
     from braid.actors.stage.state.buckets import RankBuckets
-    from braid.actors.stage.state.optimizer import StepUpdate
+    from braid.actors.stage.state.optimizer import Optimizer
 
 
 _Stretch = tuple[Stretch, tuple[Registers, ...], tuple[Bound, ...]]
@@ -75,30 +75,25 @@ class Executor:
         """``buckets``: parameters and gradients; None for code without sums and gathers. ``watch`` is called
         after every operation, before registers are freed. ``graph`` captures the operations before the
         update. ``routing`` adds up the routers' statistics. ``around`` returns a function to run in place
-        of an operation's.
-        """
+        of an operation's."""
         self._model, self._mesh, self._streams, self._recorder = model, mesh, streams, recorder
         self._binder = Binder(model, mesh, streams, recorder, routing)
         self._watch, self._around, self.graph, self._routing = watch, around, graph, routing
         self.before: Callable[[int], None] | None = None
         """Function called before every instruction with its position; drills inject faults there."""
         self.ended: Callable[[], None] | None = None
-        """Function called when all transfers of a step have ended, before the first transfer of the next
-        step.
-        """
+        """Called when a step's transfers have ended, before the next step's first transfer."""
         self.transfers: Callable[[Reduce | Gather], None] | None = None
         """Function called before every sum of gradients and every gather; drills inject faults there."""
         self._buckets = buckets
-        self._update: StepUpdate | None = None
+        self._update: Optimizer | None = None
         self._chunks = code.schedule.chunks
         self._sending: dict[Send, Transfer] = {}
         self._losses: list[Tensor] = []
         self._seen: list[int] = []  # micro-batch of each loss
         self._frames: dict[tuple[int, int], Registers] = {}
         self._constants: list[tuple[int, Registers, Mapping[str, tuple[int, ...]]]] = []
-        """Tuples of a micro-batch's number, its registers, and the numbers of the registers that the batch
-        fills, by name.
-        """
+        """(number of a micro-batch, its registers, the registers that the batch fills by name)."""
         sizes = model.context.sizes
         self._message_shape = (sizes.local_tokens, model.shape.hidden)
         bound: dict[tuple[object, ...], tuple[Bound, ...]] = {}
@@ -125,7 +120,7 @@ class Executor:
 
     @torch.no_grad()
     def run(
-        self, batches: Sequence[MicroBatch | None], loss_scale: float, update: "StepUpdate | None" = None
+        self, batches: Sequence[MicroBatch | None], loss_scale: float, update: "Optimizer | None" = None
     ) -> float:
         """Run the code once; return the weighted sum of token losses on this rank (0.0 if it computes no
         loss).
@@ -139,7 +134,8 @@ class Executor:
         if self._routing is not None:
             self._routing.clear()
         if self._prefetched:
-            self._held.prefetch(self._prefetched)
+            for gather in self._prefetched:  # the parameters that are used first
+                self._held.start(gather)
             if self.graph is not None:
                 self._held.settle()  # transfers that a graph waits for must begin in the graph
         if self.graph is not None and self.before is None:
@@ -273,10 +269,10 @@ class Executor:
             case Compute(what=Clip() as clip):
                 return self._timed(clip, lambda update: update.clip())
             case Compute(what=Update(chunk, bucket) as of_bucket):
-                return self._timed(of_bucket, lambda update: update.update(chunk, bucket))
+                return self._timed(of_bucket, lambda update: update.update((chunk, bucket)))
         raise AssertionError(operation)
 
-    def _timed(self, what: Norm | Step | Clip | Update, do: "Callable[[StepUpdate], None]") -> Bound:
+    def _timed(self, what: Norm | Step | Clip | Update, do: "Callable[[Optimizer], None]") -> Bound:
         label = Label(operator=name_of(what), stream=Stream.COMPUTE)
 
         def run(frames: Sequence[Registers], passes: Sequence[Pass]) -> None:
@@ -324,9 +320,7 @@ class Executor:
 
     def _sent(self, sent: Send, frees: Sequence[int]) -> Bound:
         def run(frames: Sequence[Registers], passes: Sequence[Pass]) -> None:
-            transfer = self._sending.pop(sent)
-            self._streams.wait(transfer)
-            transfer.take()
+            self._streams.result_of(self._sending.pop(sent))
             for register in frees:
                 frames[0][register] = None
 
@@ -334,8 +328,7 @@ class Executor:
 
     def _receive(self, received: Receive, register: int) -> Bound:
         """Bind a receive. A receive is not recorded as communication: most of its time is a wait for the
-        previous stage's compute, which is pipeline bubble; the sender's span shows the message.
-        """
+        previous stage's compute, which is pipeline bubble; the sender's span shows the message."""
         tag = self._tag(received.moved)
         line, lane = self._channel(received.moved, down=received.stage < self._mesh.position["pp"])
         dtype, device = self._model.context.dtype, self._model.context.device
@@ -351,9 +344,7 @@ class Executor:
         return run
 
     def _received(self, frame: Registers, register: int) -> None:
-        transfer = frame[register]
-        self._streams.wait(transfer)
-        frame[register] = transfer.take()
+        frame[register] = self._streams.result_of(frame[register])
 
     def _channel(self, moved: Pass, *, down: bool) -> tuple[Channel, str]:
         way = "down" if down else "up"
@@ -364,7 +355,6 @@ class Executor:
 
 
 def _total(loss_T: Tensor, batch: MicroBatch | None) -> float:
-    """Return the weighted sum of the tokens' losses."""
     if batch is None or batch.weights is None:
         return float(loss_T.sum())
     counted_T = batch.weights != 0

@@ -4,25 +4,19 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cache
 
-from braid.actors.stage.run.streams import Mark, Transfer
+from braid.actors.stage.run.streams import Mark, Streams, Transfer
 from braid.kernels.collectives.primitives import Launch, Work
 from braid.scheduling.mesh.cluster import Stream
 
-
-@dataclass(frozen=True)
-class _IssuedTransfer:
-    """A transfer to be issued, and the queue of the waiter thread that takes it over afterwards."""
-
-    transfer: Transfer
-    launch: Launch
-    waiter: "queue.SimpleQueue[Transfer | None]"
+_Waiting = queue.SimpleQueue[Transfer | None]
+"""Transfers that a thread waits for, in order; None ends the thread."""
+_Order = tuple[Transfer, _Waiting]
+"""A transfer to be issued, and the queue of the thread that waits for it afterwards."""
 
 
-class HostStreams:
+class HostStreams(Streams):
     """gloo transfers, with helper threads for transfers that are not awaited at once.
 
     One thread, the issuer, issues these in order: gloo's sending thread itself writes as much of a message as
@@ -32,18 +26,15 @@ class HostStreams:
     when they end.
     """
 
-    asynchronous = False
-
     def __init__(self) -> None:
-        self._queues: dict[tuple[Stream, str], queue.SimpleQueue[Transfer | None]] = {}
-        self._orders: queue.SimpleQueue[_IssuedTransfer | None] | None = None
+        self._queues: dict[tuple[Stream, str], _Waiting] = {}
+        self._orders: queue.SimpleQueue[_Order | None] | None = None
         self._last: Transfer | None = None
         """The transfer that was given to the issuer last."""
         self._threads: list[threading.Thread] = []
         self._marks = 0
 
     def mark(self) -> int:
-        """Return the time in nanoseconds on the monotonic clock."""
         self._marks += 1
         return time.perf_counter_ns()
 
@@ -56,7 +47,7 @@ class HostStreams:
             return Transfer(launch=launch, work=_issued(launch), begin=begin, sent=launch.sends)
         transfer = Transfer(launch=launch, work=None, begin=None, sent=launch.sends)
         transfer.issued, transfer.done = threading.Event(), threading.Event()
-        order = _IssuedTransfer(transfer, launch, self._waiter(stream, lane))
+        order = transfer, self._waiter(stream, lane)
         if 0 < launch.sends <= _SMALL_BYTES:
             self._all_issued()
             _issue(order)
@@ -83,28 +74,15 @@ class HostStreams:
             raise transfer.error
 
     def progress(self) -> int:
-        """Return the number of marks, all of which have been passed."""
         return self._marks
 
     def complete(self, transfer: Transfer) -> bool:
-        """Tell whether the end of the transfer was recorded."""
         return transfer.end is not None
 
-    def forget(self, marks: Iterable[Mark]) -> None:
-        """Do nothing: marks are numbers."""
-
-    def barrier(self) -> None:
-        """Do nothing: compute is done when its call returns, and programs wait before a barrier."""
-
-    def lead(self) -> None:
-        """Do nothing: the host computes itself."""
-
     def delay(self, ns: float) -> None:
-        """Sleep for ``ns`` nanoseconds."""
         time.sleep(ns / 1e9)
 
     def nanoseconds(self, mark: Mark) -> int:
-        """Return the mark, which is in nanoseconds already."""
         return int(mark)
 
     def epoch_ns(self) -> int:
@@ -122,7 +100,7 @@ class HostStreams:
         for thread in self._threads:
             thread.join(timeout=1.0)
 
-    def _issuer(self) -> "queue.SimpleQueue[_IssuedTransfer | None]":
+    def _issuer(self) -> "queue.SimpleQueue[_Order | None]":
         if self._orders is None:
             self._orders = queue.SimpleQueue()
             self._begin(threading.Thread(target=_issue_all, args=(self._orders,), name="issuer", daemon=True))
@@ -132,9 +110,10 @@ class HostStreams:
         thread.start()
         self._threads.append(thread)
 
-    def _waiter(self, stream: Stream, lane: str) -> "queue.SimpleQueue[Transfer | None]":
+    def _waiter(self, stream: Stream, lane: str) -> _Waiting:
         if (stream, lane) not in self._queues:
-            waiting = self._queues[stream, lane] = queue.SimpleQueue()
+            waiting: _Waiting = queue.SimpleQueue()
+            self._queues[stream, lane] = waiting
             name = f"waiter {stream.value} {lane}"
             self._begin(threading.Thread(target=_await_all, args=(waiting,), name=name, daemon=True))
         return self._queues[stream, lane]
@@ -142,26 +121,26 @@ class HostStreams:
 
 _SMALL_BYTES = 128 << 10
 """Messages up to this size are issued by the caller: to hand a message to a thread on the same CPU takes
-about as long as the operator that hides the message (docs/log.md).
-"""
+about as long as the operator that hides the message (docs/log.md)."""
 
 
-def _issue_all(orders: "queue.SimpleQueue[_IssuedTransfer | None]") -> None:
+def _issue_all(orders: "queue.SimpleQueue[_Order | None]") -> None:
     while (order := orders.get()) is not None:
         _issue(order)
         del order  # otherwise its tensors would stay alive until the next order
 
 
-def _issue(order: _IssuedTransfer) -> None:
+def _issue(order: _Order) -> None:
     """Begin a transfer; on failure store the error, which `HostStreams.wait` raises."""
-    transfer = order.transfer
+    transfer, waiting = order
     issued, done = transfer.issued, transfer.done  # `take` may drop these attributes before the end
     assert issued is not None
     assert done is not None
+    assert transfer.launch is not None
     transfer.begin = time.perf_counter_ns()
     try:
-        transfer.work = _issued(order.launch)
-        order.waiter.put(transfer)
+        transfer.work = _issued(transfer.launch)
+        waiting.put(transfer)
     except (RuntimeError, OSError) as error:  # OSError if a priority may no longer be changed
         transfer.error, transfer.end = error, time.perf_counter_ns()
         done.set()
@@ -186,9 +165,7 @@ def _issued(launch: Launch) -> Work:
 
 @cache
 def _may_go_first() -> bool:
-    """Tell whether this process may use real-time priority; False if its scheduling policy was changed
-    already.
-    """
+    """Tell whether this process may use real-time priority, and has its usual policy."""
     if not hasattr(os, "sched_setscheduler") or os.sched_getscheduler(0) != os.SCHED_OTHER:
         return False  # not on Linux
     try:
@@ -199,7 +176,7 @@ def _may_go_first() -> bool:
     return True
 
 
-def _await_all(transfers: "queue.SimpleQueue[Transfer | None]") -> None:
+def _await_all(transfers: _Waiting) -> None:
     while (transfer := transfers.get()) is not None:
         assert transfer.work is not None
         try:

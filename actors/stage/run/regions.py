@@ -33,9 +33,7 @@ class Rows:
         return self.held.columns != self.wanted.columns
 
     def take(self, x: Tensor) -> Tensor:
-        """Return the wanted rows contiguously: (held rows, ...) -> (wanted rows, ...); a view of x if
-        possible.
-        """
+        """Return the wanted of the held rows (rows, ...), contiguous: a view of x if possible."""
         if self.all_of_it:
             return x
         blocks = list(self._blocks(x, self.held.ranks))
@@ -74,9 +72,7 @@ class Rows:
         return x[..., begin:end]
 
     def _blocks(self, x: Tensor, ranks: int) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-        """Yield pairs of slices: a block of the held region's tensor, and the same block in the wanted rows'
-        tensor.
-        """
+        """Yield every block as slices: of the held region's tensor, of the wanted rows' tensor."""
         each = x.shape[0] // ranks
         first, end = (0, each) if self.held.rows == self.wanted.rows else bounds(self.wanted.rows, each)
         dims = [

@@ -24,13 +24,9 @@ from braid.actors.stage.run.micro_batch import MicroBatch
 from braid.actors.stage.run.streams import Mark, Streams
 
 _WARM_STEPS = 2
-"""Number of steps before a capture: in the first, libraries choose algorithms and allocate workspaces; the
-second is measured.
-"""
+"""Steps before a capture: in the first, libraries make workspaces; the second is measured."""
 _HOST_BOUND = 0.8
-"""Share of the passes' time that the host must spend issuing them, at least, for a graph to be worth its
-memory.
-"""
+"""Least share of the passes' time that the host spends issuing them, for a graph to pay."""
 
 _TOLD = 4
 """Greatest number of ranks that a warning names; there may be thousands."""
@@ -84,9 +80,7 @@ class StepGraph:
         self._kept: _CapturedPasses | None = None
         self._steps = 0
         self._measured: tuple[float, Mark, Mark] | None = None
-        """Seconds that the host took to issue the newest eager passes, and the marks before and after these
-        passes.
-        """
+        """Seconds in which the host issued the newest eager passes, and the marks around these."""
         self._wanted: bool | None = None
         self._lock = threading.Lock()
         """Guards ``_in_use``, ``_dropped`` and the release of the graph; never held for long."""
@@ -118,9 +112,7 @@ class StepGraph:
 
     @contextmanager
     def _using(self) -> Iterator[None]:
-        """Reserve the graph for this thread while the context lasts; raise `RuntimeError` if it was
-        dropped.
-        """
+        """Reserve the graph for this thread; raise `RuntimeError` if it was dropped."""
         with self._lock:
             if self._dropped:
                 raise RuntimeError("the graph was dropped, as its groups were given up")
@@ -153,9 +145,9 @@ class StepGraph:
         return bool(self._wanted)
 
     def _wants(self) -> bool:
-        return self._always or self._host_bound()
-
-    def _host_bound(self) -> bool:
+        """Tell whether the host is so slow that a graph pays."""
+        if self._always:
+            return True
         assert self._measured is not None
         issued_s, begin, end = self._measured
         passed_ns = self._streams.nanoseconds(end) - self._streams.nanoseconds(begin)
@@ -173,10 +165,8 @@ class StepGraph:
     def _capture(
         self, runs: Passes, batches: Batches, loss_scale: float, key: tuple[object, ...]
     ) -> _CapturedPasses | None:
-        """Capture the passes. If any rank fails, return None (or raise, with ``always``), and capture no
-        later step.
-        """
-        static = [None if b is None else replace(b, **_cloned(_tensors(b))) for b in batches]
+        """Capture the passes. If a rank fails, raise (``always``), or return None and never try again."""
+        static = [_copied(batch) for batch in batches]
         result, failure = None, ""
         try:
             with self._streams.capture() as captured:
@@ -235,9 +225,10 @@ def _tensors(batch: MicroBatch | None) -> Mapping[str, Tensor]:
     )
 
 
-def _cloned(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    return {name: tensor.clone() for name, tensor in tensors.items()}
-
-
 def _shape(batch: MicroBatch | None) -> object:
     return tuple((name, tensor.shape) for name, tensor in _tensors(batch).items())
+
+
+def _copied(batch: MicroBatch | None) -> MicroBatch | None:
+    clones: dict[str, Any] = {name: tensor.clone() for name, tensor in _tensors(batch).items()}
+    return batch and replace(batch, **clones)

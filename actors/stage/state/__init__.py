@@ -2,6 +2,6 @@
 
 `parameters.py`: names and slices of parameters; `bucket.py` and `buckets.py`: flat memory of a run of
 parameters, from the backward pass to the update; `optimizer.py`, with the rules of
-`adamw.py`, `eight_bit.py` and `muon.py`; `checkpoint.py` and `exchange.py` (Hugging Face's format);
-`copies.py`: copies in the memory of other hosts.
+`adamw.py` and `muon.py`; `checkpoint.py` and `exchange.py` (Hugging Face's format); `copies.py`: copies in
+the memory of other hosts.
 """

@@ -13,7 +13,6 @@ and gradients are two flat memories of the bucket's layout:
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import cached_property
 from itertools import groupby, pairwise
 from math import prod
@@ -23,8 +22,7 @@ from torch import Tensor
 
 from braid.actors.stage.state.parameters import Place, StageParameter, main_gradient_dtype
 from braid.actors.stage.state.shards import Shard, shard_of
-from braid.kernels.collectives.primitives import Launch, Line
-from braid.kernels.collectives.stages import gather_stage, scatter_stage, whole_shares
+from braid.kernels.collectives.primitives import Launch, Line, gather_stage, scatter_stage, whole_shares
 from braid.scheduling.mesh.mesh import MeshShape
 from braid.scheduling.model.operators import Kind
 from braid.scheduling.model.stages import Move
@@ -43,8 +41,7 @@ class Bucket:
         index: int = 0,
     ) -> None:
         """``key``: chunk, and the bucket's number in the chunk. ``axes``: axes over which gradients are
-        summed. ``ways``: number of shards; ``index``: number of this rank's shard.
-        """
+        summed. ``ways``: number of shards; ``index``: number of this rank's shard."""
         self.key, self.axes, self.members = key, axes, tuple(members)
         self.trained = members[0].trained
         self.ways, self.index = ways, index
@@ -70,34 +67,28 @@ class Bucket:
         return flat[self.index * self.shard_elements :][: self.shard_elements]
 
     def views(self, flat: Tensor) -> Iterator[tuple[StageParameter, Tensor]]:
-        """Yield every member with a view of its elements in a flat memory; the view has the member's
-        shape.
-        """
+        """Yield every member with a view of its elements in a flat memory, of the member's shape."""
         for member, (begin, end) in zip(self.members, pairwise(self.offsets), strict=True):
             yield member, flat[begin:end].view(member.shape)
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
         """The shards that this rank updates, one per member that it shares, in the order of the members."""
-        return tuple(shard for _, shard in self._placed_shards)
-
-    @cached_property
-    def _placed_shards(self) -> tuple[tuple[int, Shard], ...]:
-        """The same shards as in `shards`, each with the offset at which it begins in the rank's flat
-        shard.
-        """
         low = self.index * self.shard_elements
-        high = low + self.shard_elements
         shards = []
         for member, (begin, end) in zip(self.members, pairwise(self.offsets), strict=True):
-            first, last = max(begin, low), min(end, high)
+            first, last = max(begin, low), min(end, low + self.shard_elements)
             if first < last:
-                shards.append((first - low, shard_of(member, first - begin, last - begin)))
+                shards.append(shard_of(member, first - begin, last - begin))
         return tuple(shards)
 
     def _shard_views(self, flat_shard: Tensor) -> Iterator[tuple[Shard, Tensor]]:
-        for begin, shard in self._placed_shards:
-            yield shard, flat_shard[begin : begin + shard.end - shard.begin].view(shard.shape)
+        """Yield every shard with a view of its elements in the rank's flat shard, where all lie in order."""
+        begin = 0
+        for shard in self.shards:
+            end = begin + shard.shape.numel()
+            yield shard, flat_shard[begin:end].view(shard.shape)
+            begin = end
 
     # -- memory --------------------------------------------------------------------------------------------
 
@@ -145,9 +136,7 @@ class Bucket:
     # -- moves ---------------------------------------------------------------------------------------------
 
     def gather(self, line: Line, move: Move | None) -> Launch:
-        """Start to gather the parameters from the shards of a line's ranks. ``move``: the stage of a gather
-        in stages; None: gather at once.
-        """
+        """Gather the parameters from the shards; ``move``: one stage of that, None: all at once."""
         assert self.parameters is not None
         whole = self.parameters.make()
         if move is None:
@@ -188,7 +177,7 @@ class Bucket:
             target.copy_(result)
             del self.rounded[axis]
 
-        return sent, _followed(launch, widen)
+        return sent, launch.then(widen)
 
     def _summing(
         self, line: Line, move: Move | None, whole: Tensor, shard: Tensor, *, scatters: bool
@@ -207,15 +196,13 @@ class Bucket:
             launch = gather_stage(line, x, move.outer, into=whole if fits else None)
             if move.last and not fits:
                 arrived = launch.result
-                return _followed(launch, lambda: whole.copy_(arrived[: whole.numel()]))
+                return launch.then(lambda: whole.copy_(arrived[: whole.numel()]))
         if not move.last:
             self._between["sum"] = launch.result
         return launch
 
     def keep_sums(self) -> None:
-        """Add the sums that have arrived in the whole gradients to the shard, and free the whole (ZeRO 2 and
-        3).
-        """
+        """Add the sums that have arrived to the shard, and free the whole gradients (ZeRO 2 and 3)."""
         if self.gradients.whole is not None and not self.gradients.lasting:
             self.gradients.shard.add_(self.part_of_rank(self.gradients.whole))
             self.gradients.release()
@@ -239,9 +226,7 @@ class FlatMemory:
         *,
         lasting: bool,
     ) -> None:
-        """``lay`` gives a member a view of its elements in the whole, or None at release. ``lasting``: the
-        whole is never freed.
-        """
+        """``lay`` gives a member its view of the whole, or None. ``lasting``: the whole always exists."""
         self._bucket, self._lay, self.lasting = bucket, lay, lasting
         shard = bucket.part_of_rank(whole)
         self.shard = shard if lasting else shard.clone()
@@ -267,32 +252,13 @@ class FlatMemory:
             self._lay(member, None)
 
 
-def _followed(launch: Launch, then: Callable[[], object]) -> Launch:
-    """Return a launch that calls ``then`` once its result has arrived."""
-    finish = launch.finish
+def buckets_of(
+    parameters: Iterable[StageParameter], place: Place, *, trained: bool = True, cut: bool = True
+) -> list[Bucket]:
+    """Group a rank's parameters, ``trained`` ones or others, into buckets, which have no memory yet.
 
-    def both() -> None:
-        if finish is not None:
-            finish()
-        then()
-
-    return replace(launch, finish=both)
-
-
-def buckets_of(parameters: Iterable[StageParameter], place: Place) -> list[Bucket]:
-    """Group a rank's trained parameters into buckets, which have no memory yet."""
-    return _grouped((parameter for parameter in parameters if parameter.trained), place)
-
-
-def frozen_buckets(parameters: Iterable[StageParameter], place: Place, zero: int) -> list[Bucket]:
-    """Group a rank's parameters that are not trained into buckets; only with ZeRO 3 these are cut into
-    shards.
+    ``cut``: whether ranks that hold the same parameters cut them into shards.
     """
-    frozen = (parameter for parameter in parameters if not parameter.trained)
-    return _grouped(frozen, place, cut=zero > 2)
-
-
-def _grouped(parameters: Iterable[StageParameter], place: Place, *, cut: bool = True) -> list[Bucket]:
     mesh = place.mesh
 
     def placement(p: StageParameter) -> tuple[int, int, tuple[str, ...], int]:
@@ -300,7 +266,8 @@ def _grouped(parameters: Iterable[StageParameter], place: Place, *, cut: bool = 
         return p.chunk, len(axes), axes, p.bucket
 
     buckets = []
-    for (chunk, _, axes, number), group in groupby(sorted(parameters, key=placement), key=placement):
+    ordered = sorted((p for p in parameters if p.trained is trained), key=placement)
+    for (chunk, _, axes, number), group in groupby(ordered, key=placement):
         members = tuple(group)
         factors = [name for name in mesh.sharded if cut and name in members[0].summed_over(mesh)]
         ways, index = mesh.size(factors), place.index(factors)
@@ -335,7 +302,5 @@ def shards_in_order(buckets: Sequence[Bucket], parameters: Sequence[StageParamet
 
 
 def _axes(parameter: StageParameter, mesh: MeshShape) -> tuple[str, ...]:
-    """Return the axes over which a parameter's gradient is summed, with "ends" if two stages hold the
-    parameter.
-    """
+    """Return the axes over which a gradient is summed, and "ends" if two stages hold it."""
     return (*mesh.axes_over(parameter.summed_over(mesh)), *("ends",) * parameter.shared)

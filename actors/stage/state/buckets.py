@@ -8,7 +8,7 @@ from torch import Tensor
 from braid.actors.stage.measure.telemetry import Recorder
 from braid.actors.stage.rank.groups import Mesh
 from braid.actors.stage.run.streams import Streams, Transfer
-from braid.actors.stage.state.bucket import Bucket, buckets_of, frozen_buckets, joined, shards_in_order
+from braid.actors.stage.state.bucket import Bucket, buckets_of, joined, shards_in_order
 from braid.actors.stage.state.parameters import StageParameter
 from braid.actors.stage.state.shards import Shard
 from braid.kernels.collectives.primitives import Launch
@@ -18,9 +18,7 @@ from braid.scheduling.trace.spans import Label
 
 
 class RankBuckets:
-    """Holds all parameters of a rank and the gradient sums of trained ones, which are at least fp32
-    (`main_gradient_dtype`).
-    """
+    """Holds a rank's parameters, and sums of gradients that are at least fp32."""
 
     def __init__(
         self,
@@ -35,12 +33,11 @@ class RankBuckets:
         """``deterministic``: sums of fp32 gradients are stored in float64, where they are exact if the terms
         of an element lie within a factor of about 2^25; then neither the order of summation nor the number of
         data-parallel ranks changes the sums (docs/design.md, The runtime). This doubles the memory of
-        gradients. ``reduce_dtype``: dtype to which gradients are rounded before ranks sum them.
-        """
-        self._mesh, self._streams, self._recorder = mesh, streams, recorder
+        gradients. ``reduce_dtype``: dtype to which gradients are rounded before ranks sum them."""
+        self.mesh, self._streams, self._recorder = mesh, streams, recorder
         self._reduce_dtype = reduce_dtype
         self.buckets = buckets_of(parameters, mesh.place)
-        frozen = frozen_buckets(parameters, mesh.place, mesh.layout.zero)
+        frozen = buckets_of(parameters, mesh.place, trained=False, cut=mesh.layout.zero > 2)
         self.frozen = shards_in_order(frozen, parameters)
         """What this rank holds of the parameters that are not trained: all, with ZeRO 3 its shards."""
         self._frozen = [bucket for bucket in frozen if bucket.ways > 1]
@@ -60,11 +57,6 @@ class RankBuckets:
         self._norm = _GlobalNorm(self.shards, mesh, self.device)
         self._pending: dict[Reduce | Gather, list[tuple[Label, Transfer]]] = {}
         self._labels: dict[tuple[Reduce | Gather, int], Label] = {}
-
-    @property
-    def mesh(self) -> Mesh:
-        """The groups of ranks that share the parameters."""
-        return self._mesh
 
     @property
     def passing(self) -> list[Tensor]:
@@ -105,7 +97,7 @@ class RankBuckets:
 
     def _launches(self, what: Reduce | Gather, along: str) -> Iterator[tuple[Tensor, Launch]]:
         """Yield (sent tensor, launch) for each bucket; ``along``: name of the line of ranks."""
-        line = self._mesh.shared(what.axis) if what.move is None else self._mesh.line(along)
+        line = self.mesh.line(along)
         if what.chunk is None:
             yield self._norm.squares, line.all_reduce(self._norm.squares)
         for bucket in self._of(what):
@@ -113,27 +105,19 @@ class RankBuckets:
                 launch = bucket.gather(line, what.move)
                 yield launch.result, launch
             else:
-                scatters = self._mesh.place.mesh.shares_along(what.axis)
+                scatters = self.mesh.place.mesh.shares_along(what.axis)
                 yield bucket.sum(what.axis, line, what.move, scatters=scatters, dtype=self._reduce_dtype)
 
     def wait(self, what: Reduce | Gather) -> None:
-        """Wait for a transfer that `start` began."""
         for label, transfer in self._pending.pop(what, ()):
             if isinstance(what, Gather):
                 self._recorder.transfer(label, None, transfer)
             self._streams.wait(transfer)
             transfer.take()
         last = what.move is None or what.move.last
-        if isinstance(what, Reduce) and last and self._mesh.place.mesh.shares_along(what.axis):
+        if isinstance(what, Reduce) and last and self.mesh.place.mesh.shares_along(what.axis):
             for bucket in self._of(what):
                 bucket.keep_sums()
-
-    def prefetch(self, gathers: Sequence[Gather]) -> None:
-        """Begin the gathers of the parameters that are used first, unless the previous step has begun
-        them.
-        """
-        for gather in gathers:
-            self.start(gather)
 
     def settle(self) -> None:
         """Wait for all gathers under way, before parameters change from outside or are no longer needed."""
@@ -154,7 +138,7 @@ class RankBuckets:
         if key not in self._labels:
             self._labels[key] = Label(
                 operator=name_of(what),
-                stream=self._mesh.stream(along),
+                stream=self.mesh.stream(along),
                 axis=along,
                 bytes=moved.nbytes,
                 shapes=str(moved.numel()),
@@ -164,9 +148,7 @@ class RankBuckets:
     # -- the update ------------------------------------------------------------------------------------------
 
     def square(self) -> None:
-        """Square and add up this rank's gradients, parameter by parameter; sums of these squares over axes
-        follow.
-        """
+        """Square and add up this rank's gradients, by parameter; sums over axes follow."""
         self._norm.square()
 
     def norm(self) -> Tensor:
@@ -174,9 +156,7 @@ class RankBuckets:
         return self._norm.squares.sum().sqrt()
 
     def scale(self, factor: float, key: BucketKey | None = None) -> None:
-        """Multiply this rank's gradient sums by ``factor``: of one bucket, or of all buckets if ``key`` is
-        None.
-        """
+        """Multiply this rank's sums of gradients: of one bucket, or of all if ``key`` is None."""
         for bucket in self._with_key(key):
             bucket.gradients.shard.mul_(factor)
 
@@ -191,8 +171,7 @@ class RankBuckets:
 
 class _GlobalNorm:
     """Sums squares per global parameter, then over the parameters in one fixed order, so that layouts that
-    compute the same gradients bit for bit also clip them by the same factor.
-    """
+    compute the same gradients bit for bit also clip them by the same factor."""
 
     def __init__(self, shards: Sequence[Shard], mesh: Mesh, device: torch.device) -> None:
         first_stage = mesh.position["pp"] == 0

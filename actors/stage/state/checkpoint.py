@@ -21,15 +21,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from braid.actors.stage.files.checked_files import CheckedWriter
+from braid.actors.stage.files.checkpoint_files import CheckedWriter, FailedTogetherError, GuardedReader
 from braid.actors.stage.files.digests import Digests
-from braid.actors.stage.files.guarded_reader import FailedTogetherError, GuardedReader
 from braid.actors.stage.model.model import StageModel
 from braid.actors.stage.rank.messages import Rescue, Written
 from braid.actors.stage.state.bucket import buckets_of, shards_in_order
-from braid.actors.stage.state.copies import Copies
+from braid.actors.stage.state.copies import Copies, HostState, split, take
 from braid.actors.stage.state.global_state import UPDATES, GlobalState, LoadPlanner, SavePlanner, add_state
-from braid.actors.stage.state.host_state import HostState, split, take
 from braid.actors.stage.state.optimizer import Optimizer, state_slots
 from braid.actors.stage.state.parameters import Place
 from braid.scheduling.mesh.mesh import MeshShape
@@ -40,18 +38,14 @@ _LOOK_SECONDS = 0.2
 
 
 class SaveProgress:
-    """Progress of a save, which tells a rank that writes, however slowly, from a rank that waits for
-    others.
-    """
+    """Progress of a save, which shows which rank writes, however slowly, and which rank waits."""
 
     def __init__(self) -> None:
         self._bytes = 0
         self._plans = False
 
     def read(self) -> int | None:
-        """Return the bytes written and read back so far; None while this rank plans. May be called from any
-        thread.
-        """
+        """Return the bytes written and read back; None while this rank plans. For any thread."""
         return None if self._plans else self._bytes
 
     def advance(self, count: int) -> None:
@@ -117,9 +111,7 @@ class Saves:
         """Progress of the save that a call is waiting for; None if no call waits."""
 
     def save(self, directory: Path) -> Written:
-        """Write this rank's share of parameters and optimizer moments, and wait until all ranks have
-        written.
-        """
+        """Write this rank's share of the state, and wait until all ranks have written."""
         self._check_touch()
         optimizer = self._optimizer
         updates = torch.tensor([optimizer.updates], dtype=optimizer.dtype, device=optimizer.device)
@@ -149,8 +141,7 @@ class Saves:
     def finished(self, *, wait: bool, intact: Callable[[], None] = lambda: None) -> Written | None:
         """Return the result of the newest background save; None while it is under way. ``wait``: wait for its
         end. ``intact`` raises if communication was broken off, which a thread that writes to a slow disk does
-        not notice.
-        """
+        not notice."""
         if self._thread is not None:
             with self._waiting():
                 while wait and self._thread.is_alive():

@@ -1,10 +1,10 @@
-"""Weights read from and written to Hugging Face directories, tensor by tensor; `hub_files` maps the
-tensors.
-"""
+"""Weights read from and written to Hugging Face directories, tensor by tensor (`hub_files` maps the tensors),
+and adapters written as `peft` reads them."""
 
 import contextlib
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from braid.actors.stage.files.guarded_reader import GuardedReader
+from braid.actors.stage.files.checkpoint_files import GuardedReader
 from braid.actors.stage.files.hub_files import INDEX, SINGLE, HubDirectory, StoredTensor, stored_tensors
 from braid.actors.stage.state.checkpoint import quietly, read_tensors
 from braid.actors.stage.state.global_state import GlobalSlices, GlobalState, LoadPlanner
@@ -29,6 +29,10 @@ from braid.scheduling.model.shape import ModelShape
 from braid.scheduling.schedule.states import PARAMETER
 
 EXPORT_DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
+ADAPTERS: Final = "adapter_model.safetensors"
+DESCRIPTION: Final = "adapter_config.json"
+_IN_LAYER = re.compile(r".+\.\d+\.(.+)")
+"""Pattern of a module's name: where its layer is, and its name inside the layer."""
 
 
 @torch.no_grad()
@@ -43,7 +47,7 @@ def load_initial(
     hub = HubDirectory.open(directory)
     hub.check(shape)
     homes: dict[tuple[str, int | None], tuple[StoredTensor, int]] = {}
-    for tensor in hub.tensors(shape):
+    for tensor in stored_tensors(shape):
         row = 0
         for name, rows in tensor.sources:
             homes[name, tensor.expert] = (tensor, row)
@@ -64,9 +68,7 @@ def load_initial(
 def _boxes(
     piece: ParameterSlice, local: Tensor, by_expert: bool
 ) -> Iterator[tuple[int | None, list[slice], Tensor]]:
-    """Yield (expert, box of a stored tensor, target view) for one slice: one box, or one box for each
-    expert.
-    """
+    """Yield (expert or None, box of a stored tensor, target view): of a slice, or of each expert."""
     box = [slice(at, at + size) for at, size in zip(piece.offsets, piece.sizes, strict=True)]
     target = piece.of_local(local)
     if not by_expert:
@@ -78,8 +80,7 @@ def _boxes(
 
 def _read(part: Any, tensor: StoredTensor, box: Sequence[slice], row: int) -> Tensor:
     """Read a box of a global parameter, whose rows begin at row ``row`` of the stored (stacked) tensor."""
-    extents, rows = list(box), len(tensor.leading)
-    extents[rows] = slice(row + box[rows].start, row + box[rows].stop)
+    extents = [slice(row + box[0].start, row + box[0].stop), *box[1:]]
     values: Tensor = part[tuple(reversed(extents) if tensor.transposed else extents)]
     return values.t() if tensor.transposed else values
 
@@ -142,9 +143,7 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
 def _check_contents(
     checkpoint: Path, reader: GuardedReader, tensors: Sequence[StoredTensor], state: str
 ) -> None:
-    """Raise `ValueError` unless the checkpoint's parameters have the names and shapes that ``tensors``
-    need.
-    """
+    """Raise `ValueError` unless a checkpoint's parameters have the names and shapes of ``tensors``."""
     stored = {
         name.removeprefix(f"{state}."): tuple(entry.size)
         for name, entry in reader.read_metadata().state_dict_metadata.items()
@@ -255,3 +254,59 @@ def _stored(tensor: StoredTensor, parts: _Parts, dtype: torch.dtype) -> Tensor:
     rows = [whole if tensor.expert is None else whole[tensor.expert - first] for first, whole in sources]
     stacked = torch.cat(rows).to(dtype)
     return stacked.t().contiguous() if tensor.transposed else stacked
+
+
+def export_adapters(
+    checkpoint: Path, directory: Path, shape: ModelShape, dtype: str, base: Path | None, state: str
+) -> Path:
+    """Write the adapters of a verified checkpoint into an empty directory; return the file that holds them.
+
+    ``dtype``: a key of `EXPORT_DTYPES`; ``base``: directory of the model that the adapters belong to;
+    ``state``: kind of state that is written, the weights or their average. A
+    matrix that `transformers` has in one with others (GPT-2's queries, keys and values) makes one adapter of
+    as many times the rank: the first factors one below the other, the second ones along the diagonal. Raise
+    `ValueError` if `transformers` has no such model or `peft` no such adapters, `OSError` if a file cannot be
+    written.
+    """
+    lora, adapters, kind = shape.lora, adapters_in(checkpoint, state), EXPORT_DTYPES[dtype]
+    assert lora is not None
+    content, ranks, transposed = {}, {}, False
+    for tensor in stored_tensors(shape):
+        pairs = [(rows, adapters.get(name)) for name, rows in tensor.sources]
+        first = [factors[0] for _, factors in pairs if factors is not None]
+        if not first:
+            continue
+        second = [torch.empty(rows, 0) if factors is None else factors[1] for rows, factors in pairs]
+        module = tensor.name.removesuffix(".weight")
+        for factor, value in (("A", torch.cat(first)), ("B", torch.block_diag(*second))):
+            content[f"base_model.model.{module}.lora_{factor}.weight"] = value.to(kind).contiguous()
+        inside = _IN_LAYER.fullmatch(module)
+        assert inside is not None, f"{module} is in no layer"
+        ranks[inside[1]] = lora.rank * len(first)
+        transposed |= tensor.transposed
+    if shape.experts and (mlp := [name for name in ranks if name.startswith("mlp.")]):
+        raise ValueError(
+            f"adapters of {mlp[0]} in layers without experts cannot be exported: `peft` takes the name for "
+            f"that of experts' matrices; export the whole model with `--merge`, or train with "
+            f"model.lora.targets=[q, k, v, o]"
+        )
+    file = directory / ADAPTERS
+    write_tensors(file, content)
+    larger = {name: rank for name, rank in ranks.items() if rank != lora.rank}
+    description = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None if base is None else str(base),
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": [*ranks],
+        "rank_pattern": larger,
+        "alpha_pattern": {name: lora.scale * rank for name, rank in larger.items()},
+        "fan_in_fan_out": transposed,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    (directory / DESCRIPTION).write_text(json.dumps(description, indent=2), encoding="utf-8")
+    shutil.copymode(directory / DESCRIPTION, file)  # safetensors creates files that only the owner may read
+    return file

@@ -18,13 +18,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from braid.actors.stage.state.parameters import GlobalParameter, ParameterSlice
@@ -39,18 +33,14 @@ class GlobalSlices:
     by_offsets: dict[torch.Size, Tensor] = field(default_factory=dict)
 
     def add(self, piece: ParameterSlice, local: Tensor) -> None:
-        """Add the part of a rank's local tensor that is slice ``piece`` of this tensor, unless it is
-        present.
-        """
+        """Add slice ``piece``, a part of a rank's local tensor, unless it is present."""
         self.by_offsets.setdefault(torch.Size(piece.offsets), piece.of_local(local))
 
     def chunks(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(offsets=at, sizes=part.size()) for at, part in self.by_offsets.items()]
 
     def check(self, name: str, stored: object) -> TensorStorageMetadata:
-        """Return a checkpoint's entry for the tensor; raise `ValueError` if it is missing or its shape
-        differs.
-        """
+        """Return the checkpoint's entry; raise `ValueError` if it is missing or of another shape."""
         size = stored.size if isinstance(stored, TensorStorageMetadata) else None
         if not isinstance(stored, TensorStorageMetadata) or size != torch.Size(self.shape):
             stored_shape = "nothing" if size is None else f"shape {tuple(size)}"
@@ -75,11 +65,7 @@ UPDATES = "updates"
 _COUNT = ParameterSlice(source=GlobalParameter(name=UPDATES, shape=(1,)), offsets=(0,), sizes=(1,))
 
 
-def add_state(
-    state: GlobalState,
-    entries: Iterable[StateEntry],
-    updates: Tensor,
-) -> GlobalState:
+def add_state(state: GlobalState, entries: Iterable[StateEntry], updates: Tensor) -> GlobalState:
     """Add views of a rank's masters and states (`Optimizer.entries`) to ``state``; return ``state``.
 
     ``updates``: tensor of one element, the number of updates, which is equal on all ranks.

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True, kw_only=True)
 class LearningRate:
     """Linear warm-up, then one of the schedules of ``train.schedule`` down to a fraction of ``lr``; see
-    ``train`` in the configuration.
-    """
+    ``train`` in the configuration."""
 
     lr: float
     min_lr_fraction: float

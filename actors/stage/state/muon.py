@@ -46,11 +46,9 @@ class MatrixPart(NamedTuple):
 
     bucket: BucketKey
     name: str
-    """Name of the global tensor."""
     leading: tuple[int, ...]
     """Position of the matrix in the global tensor: the expert, or nothing."""
     shape: tuple[int, ...]
-    """Shape of the whole matrix."""
     row: int
     column: int
     rows: int

@@ -3,16 +3,15 @@ weights."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from braid.actors.stage.run.accelerator import Accelerator, DeviceStream, Event
-from braid.actors.stage.state.adamw import TorchAdamW
+from braid.actors.stage.state.adamw import EightBitAdamW, QuantisedMoment, TorchAdamW
 from braid.actors.stage.state.buckets import RankBuckets
-from braid.actors.stage.state.eight_bit import EightBitAdamW, QuantisedMoment
 from braid.actors.stage.state.global_state import StateEntry
 from braid.actors.stage.state.learning_rate import LearningRate
 from braid.actors.stage.state.muon import HeldMatrices, MatrixUpdates
@@ -81,10 +80,7 @@ class Optimizer:
     """
 
     def __init__(
-        self,
-        buckets: RankBuckets,
-        settings: OptimizerSettings,
-        accelerator: Accelerator | None = None,
+        self, buckets: RankBuckets, settings: OptimizerSettings, accelerator: Accelerator | None = None
     ) -> None:
         """``accelerator``: the device of the buckets; None for a CPU."""
         self._accelerator = accelerator
@@ -93,21 +89,21 @@ class Optimizer:
         """Events that end the reads of the state that run at the same time as later work."""
         self.settings = settings
         self._buckets = buckets
-        self._factor: float | None = None
+        self._factor: float | None
         """Factor that clips the step's gradients; None: gradients are not finite, and nothing is updated."""
         self.shards = buckets.shards
         """The shards that this rank updates, in the order of its parameters."""
         self.updates = 0
-        """Number of updates that led to the state, for AdamW's bias correction; a skipped step is no
-        update.
-        """
+        """Updates behind the state, for AdamW's bias correction; a skipped step is none."""
         self.dtype, self.device = main_gradient_dtype(buckets.dtype), buckets.device
         """Of masters and moments; of these a rank may have none, where shares are small."""
         self.masters: list[Tensor] = [_master(shard.tensor) for shard in self.shards]
         self._masters = dict(zip(self.shards, self.masters, strict=True))
         self.states: dict[Tensor, dict[str, Any]] = {}
         """A tensor or a `QuantisedMoment` of every kind of state, by master."""
-        self._lr = 0.0
+        self.gradient_norm = self.lr = 0.0
+        """The newest step's norm before clipping, and its learning rate."""
+        self.begin(0)
         keys = {id(shard): bucket.key for bucket in buckets.buckets for shard in bucket.shards}
         members: dict[BucketKey | None, list[tuple[Tensor, Shard]]] = {}
         for master, shard in zip(self.masters, self.shards, strict=True):
@@ -117,10 +113,6 @@ class Optimizer:
 
     def _by_muon(self, shard: Shard) -> bool:
         return self.settings.optimizer == "muon" and shard.parameter.matrix
-
-    def _rule(self, shard: Shard) -> type[TorchAdamW]:
-        in_8_bits = self.settings.optimizer == "adamw_8bit" and shard.parameter.matrix
-        return EightBitAdamW if in_8_bits else TorchAdamW
 
     def _matrix_updates(self) -> MatrixUpdates:
         held = [
@@ -132,6 +124,7 @@ class Optimizer:
         return MatrixUpdates(mesh, held, device, given.momentum, given.weight_decay)
 
     def _group(self, masters: list[tuple[Tensor, Shard]]) -> _ParameterGroup:
+        given = self.settings
         rounded = []
         others = [(master, shard) for master, shard in masters if not self._by_muon(shard)]
         for master, shard in others:
@@ -144,8 +137,9 @@ class Optimizer:
         members: dict[type[TorchAdamW], list[tuple[Tensor, bool]]] = {}
         for master, shard in others:
             if not shard.parameter.sign_rate:
-                members.setdefault(self._rule(shard), []).append((master, shard.parameter.decays))
-        given = self.settings
+                in_8_bits = given.optimizer == "adamw_8bit" and shard.parameter.matrix
+                rule = EightBitAdamW if in_8_bits else TorchAdamW
+                members.setdefault(rule, []).append((master, shard.parameter.decays))
         settings = {"lr": given.lr, "betas": given.betas, "eps": given.eps}
         adamw = [rule(adam, given.weight_decay, **settings) for rule, adam in members.items()]
         moments = {master: state for rule in adamw for master, state in rule.states.items()}
@@ -162,9 +156,7 @@ class Optimizer:
         return master if kind == PARAMETER else self.states[master][kind]
 
     def entries(self) -> Iterator[StateEntry]:
-        """Yield the content of a checkpoint: masters and all states, as views; a `QuantisedMoment` is read
-        when it is reached.
-        """
+        """Yield masters and states as views; a `QuantisedMoment` is read when it is reached."""
         for kind, shard in state_slots(self.shards, self.settings.states):
             state = self._state(kind, shard)
             yield StateEntry(kind, shard, state if isinstance(state, Tensor) else state.read())
@@ -172,8 +164,7 @@ class Optimizer:
     @torch.no_grad()
     def read_beside(self, read: Callable[[], None]) -> Event | None:
         """Read the present state on a separate stream; return the event that ends the read, for which the
-        next change of the state waits. On a CPU the state is read at once, and None is returned.
-        """
+        next change of the state waits. On a CPU the state is read at once, and None is returned."""
         device = self._accelerator
         if device is None:
             read()
@@ -214,42 +205,49 @@ class Optimizer:
                 _average(group, 0.0)
             _publish(group)
 
-    def square(self) -> None:
+    def begin(self, step: int, intact: Callable[[], None] = lambda: None) -> "Optimizer":
+        """Begin the update of step ``step`` (from 0), of which a schedule names the calls; return the
+        optimizer.
+
+        ``intact`` raises if communication was broken off before the norm was complete: an abort leaves
+        garbage in the results of collectives, which looks like numbers.
+        """
+        self._step, self._intact, self._factor = step, intact, None
+        return self
+
+    @property
+    def applied(self) -> bool:
+        """Whether the present step's gradients are finite, so that they update the parameters."""
+        return self._factor is not None
+
+    def norm(self) -> None:
         """Square and add up this rank's gradients, for the global norm."""
         self._buckets.square()
 
-    def step(self, step: int, intact: Callable[[], None] = lambda: None) -> tuple[float, float]:
-        """Call `clip`, then update all parameters; return the result of `clip`."""
-        norm, lr = self.clip(step, intact)
+    def step(self) -> None:
+        """Call `clip`, then update all parameters."""
+        self.clip()
         # Buckets whose shards other ranks update are cleared here, too.
         keys = [bucket.key for bucket in self._buckets.buckets] if self._buckets.cut else [None]
         for key in dict.fromkeys(keys):
             self.update(key)
-        return norm, lr
 
     @torch.no_grad()
-    def clip(self, step: int, intact: Callable[[], None] = lambda: None) -> tuple[float, float]:
-        """Decide whether and how to update, and let Muon update its matrices; return (gradient norm before
-        clipping, learning rate).
-
-        A norm that is not finite, which all ranks find alike, updates nothing. ``intact`` raises if
-        communication was broken off before the norm was complete: an abort leaves garbage in the results of
-        collectives, which looks like numbers.
-        """
-        norm, lr = float(self._buckets.norm()), self.settings.learning_rate(step)
-        intact()
+    def clip(self) -> None:
+        """Decide whether and how to update, and let Muon update its matrices. A norm that is not finite,
+        which all ranks find alike, updates nothing."""
+        self.gradient_norm = norm = float(self._buckets.norm())
+        self.lr = self.settings.learning_rate(self._step)
+        self._intact()
         if not math.isfinite(norm):
-            self._factor = None
             self._buckets.zero()
-            return norm, lr
+            return
         self.updates += 1
         limit = self.settings.clip_norm
         self._factor = limit / (norm + 1e-6) if limit and norm > limit else 1.0
-        self._lr = lr
         self._let_readers_end()
         if self._matrices is not None:
-            self._matrices.update(lr, self._factor)
-        return norm, lr
+            self._matrices.update(self.lr, self._factor)
 
     @torch.no_grad()
     def update(self, key: BucketKey | None) -> None:
@@ -262,7 +260,7 @@ class Optimizer:
             for rounded, gradient in group.rounded:
                 rounded.copy_(gradient)
             for adamw in group.adamw:
-                adamw.step(self._lr)
+                adamw.step(self.lr)
             for master, shard, rate in group.signed:
                 master.add_(shard.gradient.sign().to(master.dtype), alpha=-rate)
             _average(group, self.settings.average if self.updates > 1 else 0.0)
@@ -290,51 +288,8 @@ def _master(tensor: Tensor) -> Tensor:
     return tensor.detach().to(torch.float32)
 
 
-class StepUpdate:
-    """The update at the end of one step, divided into the calls that a schedule names."""
-
-    def __init__(self, optimizer: Optimizer, step: int, intact: Callable[[], None] = lambda: None) -> None:
-        """``step``: number of the step, from 0. ``intact``: see `Optimizer.clip`."""
-        self._optimizer, self._step, self._intact = optimizer, step, intact
-        self.gradient_norm = self.lr = 0.0
-        self.applied = False
-
-    def norm(self) -> None:
-        """Square and add up this rank's gradients."""
-        self._optimizer.square()
-
-    def step(self) -> None:
-        """Clip the gradients and update all parameters, if the gradients are finite."""
-        self._decided(*self._optimizer.step(self._step, self._intact))
-
-    def clip(self) -> None:
-        """Decide whether and how to update, before buckets are updated one by one."""
-        self._decided(*self._optimizer.clip(self._step, self._intact))
-
-    def update(self, chunk: int, bucket: int) -> None:
-        """Update one bucket, if the gradients are finite."""
-        self._optimizer.update((chunk, bucket))
-
-    def _decided(self, norm: float, lr: float) -> None:
-        self.gradient_norm, self.lr = norm, lr
-        self.applied = math.isfinite(norm)
-
-
 def optimizer_settings(config: "Config") -> OptimizerSettings:
-    """Return the optimizer's settings from the configuration."""
-    train = config.train
+    """Return the optimizer's settings, which have the names of keys of ``train``."""
     return OptimizerSettings(
-        lr=train.lr,
-        min_lr_fraction=train.min_lr_fraction,
-        warmup_steps=train.warmup_steps,
-        steps=train.steps,
-        betas=train.betas,
-        eps=train.eps,
-        weight_decay=train.weight_decay,
-        clip_norm=train.clip_norm,
-        schedule=train.schedule,
-        decay_steps=train.decay_steps,
-        optimizer=train.optimizer,
-        momentum=train.momentum,
-        average=train.average,
+        **{key.name: getattr(config.train, key.name) for key in fields(OptimizerSettings)}
     )

@@ -37,8 +37,7 @@ class GlobalParameter:
     """Whether it belongs to an adapter; if the model has adapters, only these are trained."""
     sign_rate: float = 0.0
     """Size of a step against the sign of the gradient, for the bias that balances experts; the gradient of
-    this bias does not come from the loss and is not part of the norm. 0: AdamW updates the parameter.
-    """
+    this bias does not come from the loss and is not part of the norm. 0: AdamW updates the parameter."""
 
     hidden: bool = True
     """Whether rows and columns of a matrix are hidden values; False where one of both are tokens, positions
@@ -55,9 +54,7 @@ class GlobalParameter:
         return self.initial_box(seed, (0,) * len(self.shape), self.shape)
 
     def initial_box(self, seed: int, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """Return a box of `initial`. Large tensors are drawn in tiles, so that ranks draw little beyond the
-        box.
-        """
+        """Return a box of `initial`; large tensors are drawn in tiles, little beyond the box."""
         if self.deviation is None:
             return torch.full(tuple(sizes), self.constant)
         source = f"{seed}/{self.name}"
@@ -67,8 +64,9 @@ class GlobalParameter:
         tiles = [1] * (len(sizes) - 2) + [_TILE] * min(2, len(sizes))
         for tile in product(*map(_tiles, offsets, sizes, tiles)):
             first = [number * size for number, size in zip(tile, tiles, strict=True)]
-            drawn = _drawn(f"{source}/{'/'.join(map(str, tile))}", [*map(_rest, self.shape, first, tiles)])
-            drawn = self._spread(drawn)
+            ends = zip(self.shape, first, tiles, strict=True)
+            shape = [min(size, extent - begin) for extent, begin, size in ends]
+            drawn = self._spread(_drawn(f"{source}/{'/'.join(map(str, tile))}", shape))
             common = [
                 (max(at, begin), min(at + size, begin + extent))
                 for at, size, begin, extent in zip(offsets, sizes, first, drawn.shape, strict=True)
@@ -94,11 +92,6 @@ _TILE = 256
 def _tiles(offset: int, size: int, tile: int) -> range:
     """Return the numbers of the tiles that a box touches along one dimension."""
     return range(offset // tile, -(-(offset + size) // tile))
-
-
-def _rest(extent: int, begin: int, tile: int) -> int:
-    """Return the length along one dimension of the tile that begins at ``begin``."""
-    return min(tile, extent - begin)
 
 
 def adapter_of(matrix: GlobalParameter, rank: int) -> tuple[GlobalParameter, GlobalParameter]:
@@ -161,13 +154,10 @@ class ParameterSlice:
     source: GlobalParameter
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    """Sizes of the box, by dimension."""
     begin: int = 0
     """Index of the slice's first element in the local parameter as a flat tensor."""
     factors: tuple[str, ...] = ()
-    """Factors of the mesh along which the global tensor is cut; ranks along all other factors hold the same
-    slice.
-    """
+    """Mesh factors that cut the global tensor; ranks along others hold the same slice."""
 
     def of_global(self, tensor: Tensor) -> Tensor:
         """Return this slice of the global tensor, a view."""
@@ -239,8 +229,7 @@ class StageParameter:
     def summed_over(self, mesh: MeshShape) -> tuple[str, ...]:
         """Return the mesh factors over which the gradient is summed: ranks along these factors hold equal
         parameters and process different data. "pp" is left out: stages process the same data with parameters
-        of their own.
-        """
+        of their own."""
         cut = self.factors
         return tuple(name for name, size in mesh.factors if size > 1 and name != "pp" and name not in cut)
 

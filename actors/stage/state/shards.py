@@ -6,7 +6,7 @@ tensors.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import torch
@@ -23,25 +23,14 @@ class Shard:
     begin: int
     end: int
     slices: tuple[ParameterSlice, ...]
-    """Boxes of global tensors that the shard holds; `ParameterSlice.begin` counts from the shard's first
-    element.
-    """
+    """Boxes of global tensors; their ``begin`` counts from the shard's first element."""
+    gradient: Tensor = field(init=False)
+    """View of the shard's elements in the gradient sum; set once the bucket has memory."""
 
     def __post_init__(self) -> None:
         parameter = self.parameter.tensor
         self.tensor = parameter if self.whole else parameter.view(-1)[self.begin : self.end]
         """View of the shard's elements in the parameter."""
-        self._gradient: Tensor | None = None
-
-    @property
-    def gradient(self) -> Tensor:
-        """View of the shard's elements in the gradient sum."""
-        assert self._gradient is not None, f"no gradient is kept of {self.slices[0].source.name}"
-        return self._gradient
-
-    @gradient.setter
-    def gradient(self, total: Tensor) -> None:
-        self._gradient = total
 
     @property
     def whole(self) -> bool:
@@ -62,9 +51,7 @@ def shard_of(parameter: StageParameter, begin: int, end: int) -> Shard:
 
 
 def _within(slices: Sequence[ParameterSlice], first: int, last: int) -> Iterator[ParameterSlice]:
-    """Yield the boxes of ``slices`` that lie in elements ``first`` to ``last`` of a flattened local
-    parameter.
-    """
+    """Yield the boxes of ``slices`` in elements ``first`` to ``last`` of a flat parameter."""
     for piece in slices:
         low, high = max(first, piece.begin), min(last, piece.begin + prod(piece.sizes))
         if low == first and high == last == low + prod(piece.sizes):

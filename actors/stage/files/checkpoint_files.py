@@ -1,4 +1,4 @@
-"""Reads a distributed checkpoint without trusting it.
+"""Files of a distributed checkpoint: hashed while PyTorch writes them and read back; read without trust.
 
 PyTorch stores a checkpoint's table of contents, ``.metadata``, as a pickle and reads it with `pickle.load`,
 which runs any code that the file requests. Checksums do not help against somebody who can also write the
@@ -6,19 +6,110 @@ manifest, as in a checkpoint from elsewhere. Here unpickling finds only the clas
 of, and only files in the checkpoint's own directory are read.
 """
 
+import contextlib
+import errno
+import hashlib
+import io
+import os
 import pickle
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
+from braid.actors.stage.files.digests import PIECE_BYTES, Digests, damage
 from braid.actors.stage.files.reading import UnreadableError, open_regular
+
+
+class CheckedWriter(dcp.FileSystemWriter):
+    """Writes a rank's share of a checkpoint durably, and records the digests of the written data."""
+
+    def __init__(self, directory: Path, progress: Callable[[int], object] = lambda count: None) -> None:
+        """``progress`` is called with the number of bytes written or read back since its previous call."""
+        super().__init__(directory, sync_files=True)
+        self._directory, self._progress = directory, progress
+        self._files = self.fs = _HashingFiles(progress)
+
+    def read_back(self) -> Digests:
+        """Read this rank's files and return their digests; raise `OSError` (EIO) that names the first file
+        which differs from the written data."""
+        if (what := damage(self._directory, self._files.written, self._progress)) is not None:
+            raise OSError(errno.EIO, f"what is read back is not what was written: {what}")
+        return self._files.written
+
+
+class _HashingFiles(FileSystem):
+    """File access of PyTorch's checkpointing that hashes written files."""
+
+    def __init__(self, progress: Callable[[int], object]) -> None:
+        self._progress = progress
+        self.written: dict[str, tuple[int, str]] = {}
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        """Open a file; if it is opened for writing, hash the data as they are written."""
+        with super().create_stream(path, mode) as stream:
+            if "w" not in mode:
+                yield stream
+                return
+            hashed = _HashedStream(stream, self._progress)
+            yield hashed
+            stream.flush()
+            os.fsync(stream.fileno())
+        self.written[Path(path).name] = (hashed.tell(), hashed.digest.hexdigest())
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.written[Path(new_path).name] = self.written.pop(Path(path).name)
+
+
+class _HashedStream(io.BufferedIOBase):
+    """A file that is written from beginning to end and hashed; whoever opened the file closes it."""
+
+    def __init__(self, stream: Any, progress: Callable[[int], object]) -> None:
+        self._stream, self._progress = stream, progress
+        self._count = self._synced = 0
+        self.digest = hashlib.sha256()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        for begin in range(0, len(view), PIECE_BYTES):
+            piece = view[begin : begin + PIECE_BYTES]
+            self._stream.write(piece)
+            self.digest.update(piece)
+            self._count += len(piece)
+            self._sync_some()
+            self._progress(len(piece))
+        return len(view)
+
+    def _sync_some(self) -> None:
+        """Write the kernel's buffers to the disk; a single sync at the end would look like a standstill."""
+        if self._count - self._synced >= PIECE_BYTES:
+            self._stream.flush()
+            os.fdatasync(self._stream.fileno())
+            self._synced = self._count
+
+    def tell(self) -> int:
+        return self._count
+
+    def flush(self) -> None:
+        if not self._stream.closed:
+            self._stream.flush()
+
+    def fileno(self) -> int:
+        return int(self._stream.fileno())
+
 
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": {
@@ -50,9 +141,7 @@ class RefusedError(ValueError):
 
 
 class FailedTogetherError(RuntimeError):
-    """Raised for a save or load that failed on some rank and that all ranks gave up; the ranks can
-    continue.
-    """
+    """Raised for a save or load that failed on some rank; all ranks gave it up, and can continue."""
 
 
 class GuardedReader(FileSystemReader):
@@ -65,8 +154,7 @@ class GuardedReader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the table of contents, which is read once; raise `ValueError` if the file holds anything
-        else, `UnreadableError` if the file cannot be read.
-        """
+        else, `UnreadableError` if the file cannot be read."""
         if self._metadata is None:
             self._metadata = self._read()
         assert self._metadata.storage_meta is not None
@@ -105,9 +193,7 @@ class GuardedReader(FileSystemReader):
 
     @staticmethod
     def plain(error: CheckpointException) -> Exception:
-        """Convert PyTorch's error of a load or save, itself no `Exception`, to a `RefusedError` or
-        `FailedTogetherError`.
-        """
+        """Return a `RefusedError` or `FailedTogetherError` for PyTorch's error, itself no `Exception`."""
         causes = {rank: cause for rank, (cause, _) in error.failures.items()}
         refused = next((cause for cause in causes.values() if isinstance(cause, RefusedError)), None)
         told = "; ".join(f"rank {rank}: {cause}" for rank, cause in causes.items())
