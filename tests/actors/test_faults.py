@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from braid.actors.controller.planning import build_schedule
-from braid.actors.stage.model.layers import load_layers
 from braid.actors.stage.rank.faults import FOLDER, Saboteur, fire, fired_at, let_go
 from braid.actors.stage.rank.messages import Fault, FaultKind, FaultPhase
 from braid.scheduling.schedule.code import Stretch
