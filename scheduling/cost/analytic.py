@@ -29,6 +29,8 @@ OPTIMIZER_BYTES_PER_PARAMETER = 34
 NORM_BYTES_PER_PARAMETER = 4
 """Bytes per parameter that the gradients' norm accesses: it reads gradients in single precision."""
 
+_LINKS = ("intra", "inter")
+
 _FIT_SIZES = (1e5, 1e9)
 """Payloads in bytes of the two transfers through whose times `_transfers` draws a line."""
 
@@ -87,7 +89,7 @@ def analytic_profile(
         source=f"modelled: {cluster.name}",
         solo_ns=solo,
         classes={**classes, "optimizer": "memory", "norm": "memory"},
-        oef=contention_oef(cluster.contention),
+        oef=_oef(cluster.contention),
         transfers=_transfers(cluster, groups, factors),
         streams={axis: _group_along(groups, axis).stream for axis in (*groups, *factors)},
         meshes=meshes,
@@ -120,16 +122,11 @@ def operator_class(op: Operator) -> str:
             return "memory"
 
 
-def contention_oef(contention: Contention) -> dict[str, float]:
+def _oef(contention: Contention) -> dict[str, float]:
     """Return {pair of classes, such as ``gemm|intra``: its overlap effectiveness}, as profiles list them."""
+    pairs = [(of_compute, link) for of_compute in ("gemm", "attention", "memory") for link in _LINKS]
     return {
-        "gemm|intra": contention.gemm_intra,
-        "gemm|inter": contention.gemm_inter,
-        "attention|intra": contention.attention_intra,
-        "attention|inter": contention.attention_inter,
-        "intra|memory": contention.memory_intra,
-        "inter|memory": contention.memory_inter,
-        "inter|intra": contention.intra_inter,
+        "|".join(sorted(pair)): getattr(contention, "_".join(pair)) for pair in (*pairs, ("intra", "inter"))
     }
 
 

@@ -1,6 +1,8 @@
 """Looks up the prices of operations in linked code: solo times, lanes, and tasks for contention."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from braid.scheduling.cost.profile import Profile
 from braid.scheduling.mesh.cluster import Stream
@@ -50,6 +52,9 @@ class Price:
     flops: int = 0
 
 
+_NOTHING = Price(-1, 0.0, Stream.COMPUTE)
+
+
 class Prices:
     """Computes and caches the prices of operations; raises `ValueError` if the profile lacks a cost."""
 
@@ -68,7 +73,9 @@ class Prices:
         self._prices: dict[int, Price] = {}
         """id of an operation of the code -> its price."""
         self._tasks: dict[tuple[str, Stream], int] = {}
-        self.slow = _ProfileSlowdowns(profile)
+        """(key, stream) of a task -> its number."""
+        self.slow: list[_Slowdowns] = []
+        """For every task, its slowdowns by others."""
         self.barrier_ns = float(profile.barrier_ns)
 
     def of(self, operation: Operation) -> Price:
@@ -100,8 +107,7 @@ class Prices:
             case Compute(Clip()):
                 return Price(self._task("optimizer", Stream.COMPUTE), 0.0, Stream.COMPUTE)
             case Start(Send()):
-                payload = message_bytes(self._code.parts, DTYPE_BYTES[self._dtype])
-                return self._transfer("pp", Kind.SEND_RECEIVE, payload, payload)
+                return self._message
             case Start(Reduce(int(chunk), axis, bucket, move) as reduce):
                 kind = Kind.REDUCE_SCATTER if self._scatters(axis) else Kind.ALL_REDUCE
                 price = self._sharing(chunk, axis, kind, self._sent, bucket, move)
@@ -115,7 +121,12 @@ class Prices:
                 return self._sharing(chunk, axis, Kind.ALL_GATHER, DTYPE_BYTES[self._dtype], bucket, move)
             case Wait(Gather(move=Move() as move) as gather):
                 return Price(-1, 0.0, Stream.COMPUTE, busy_ns=self._copies(gather, move))
-        return Price(-1, 0.0, Stream.COMPUTE)
+        return _NOTHING
+
+    @cached_property
+    def _message(self) -> Price:
+        payload = message_bytes(self._code.parts, DTYPE_BYTES[self._dtype])
+        return self._transfer("pp", Kind.SEND_RECEIVE, payload, payload)
 
     def _copies(self, what: Reduce | Gather, move: Move) -> float:
         """Return the ns in which a rank reorders blocks of data for one stage of a split sum or gather
@@ -162,7 +173,7 @@ class Prices:
         """
         count, ranks = self._shared(chunk, axis, bucket, gathers=kind is Kind.ALL_GATHER)
         if not count:
-            return Price(-1, 0.0, Stream.COMPUTE)  # nothing to move
+            return _NOTHING
         if move is not None:
             axis, kind, count, ranks = str(move.factor), move.kind, count // move.part, move.factor.size
         share = (ranks - 1) / ranks * (2 if kind is Kind.ALL_REDUCE else 1)
@@ -217,43 +228,25 @@ class Prices:
         the class of their stream."""
         if key not in self._profile.solo_ns:
             key = key if stream is Stream.COMPUTE else stream.value
-        return self.slow.task(key, stream)
+        if (key, stream) not in self._tasks:
+            self._tasks[key, stream] = len(self.slow)
+            self.slow.append(_Slowdowns(self.slow, self._profile, key, stream))
+        return self._tasks[key, stream]
 
 
-class _ProfileSlowdowns:
-    """Table of slowdowns between tasks, filled from the profile when two tasks first run together."""
+class _Slowdowns(dict[int, float]):
+    """Slowdowns of one task by others, looked up in the profile when both first run together."""
 
-    def __init__(self, profile: Profile) -> None:
-        self._profile = profile
-        self._numbers: dict[tuple[str, Stream], int] = {}
-        self._tasks: list[tuple[str, Stream]] = []
-        self._rows: list[_SlowdownRow] = []
-
-    def task(self, key: str, stream: Stream) -> int:
-        """Return the number of the task for an operator's key on a stream; new tasks get the next number."""
-        if (key, stream) not in self._numbers:
-            self._numbers[key, stream] = len(self._tasks)
-            self._tasks.append((key, stream))
-            self._rows.append(_SlowdownRow(self, key, stream))
-        return self._numbers[key, stream]
-
-    def __getitem__(self, task: int) -> "_SlowdownRow":
-        return self._rows[task]
-
-    def between(self, key: str, stream: Stream, other: int) -> float:
-        """Return the fraction by which an operator is slowed by task ``other``; it is 1 for two transfers on
-        one link, which they share."""
-        name, other_stream = self._tasks[other]
-        if stream is other_stream and stream is not Stream.COMPUTE:
-            return 1.0
-        return self._profile.slowdown(key, name)
-
-
-class _SlowdownRow(dict[int, float]):
-    def __init__(self, table: _ProfileSlowdowns, key: str, stream: Stream) -> None:
+    def __init__(self, rows: "Sequence[_Slowdowns]", profile: Profile, key: str, stream: Stream) -> None:
         super().__init__()
-        self._table, self._key, self._stream = table, key, stream
+        self._rows, self._profile = rows, profile
+        self._key, self._stream = key, stream
 
     def __missing__(self, other: int) -> float:
-        value = self[other] = self._table.between(self._key, self._stream, other)
+        row = self._rows[other]
+        if self._stream is row._stream and self._stream is not Stream.COMPUTE:
+            value = 1.0  # two transfers share their link
+        else:
+            value = self._profile.slowdown(self._key, row._key)
+        self[other] = value
         return value

@@ -166,11 +166,6 @@ class Profile:
         yield classes[0], second
         yield classes
 
-    def transfer_ns(self, axis: str, kind: Kind, payload_bytes: float) -> int:
-        """Return the time in ns of a transfer outside layers: a message along ``pp``, a gradient sum, a
-        gather."""
-        return self.transfer(axis, kind).ns(payload_bytes)
-
     def transfer(self, axis: str, kind: Kind) -> TransferFit:
         """Return the time function of a kind of transfer over an axis; raise `UnknownCostError` if there is
         none."""

@@ -72,13 +72,13 @@ class CollectiveBuilder(GraphBuilder):
         kinds = Kind.REDUCE_SCATTER, Kind.ALL_GATHER
         return self._exchange(name, x, axis, result, kinds, (shares, shares) if shares else None)
 
-    def all_to_all(self, name: str, x: str, sent: str, returned: str, axis: str = "ep") -> str:
-        """Write an all-to-all of rows over an axis; the backward pass sends their gradients back.
+    def all_to_all(self, name: str, x: str, sent: str, returned: str) -> str:
+        """Write an all-to-all of rows over ``ep``; the backward pass sends their gradients back.
 
         ``sent``, ``returned``: names of the values with the number of rows to and from each rank (`Routed`).
         """
         kinds = Kind.ALL_TO_ALL, Kind.ALL_TO_ALL
-        return self._exchange(name, x, axis, self.dims(x), kinds, (sent, returned))
+        return self._exchange(name, x, "ep", self.dims(x), kinds, (sent, returned))
 
     def _shift(self, name: str, x: str, axis: str, result: Dims) -> str:
         """Write a ring shift: send ``x`` to the next rank along ``axis``, receive a value of size ``result``

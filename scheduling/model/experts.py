@@ -39,8 +39,8 @@ class ExpertBuilder(CollectiveBuilder):
         scores = self._value(f"{name}.scores", Dims(tokens, shape.experts), Precision.STATISTIC)
         flops = 2 * self.dims(x).elements * shape.experts
         op = self._emit(name, Kind.ROUTER, (x,), (gates, choice, counts, scores), flops=flops)
-        self._holds(name, whole=self.dims(x).width * shape.experts)
-        self._holds(name, whole=shape.experts if shape.balance_rate > 0 else 0)
+        self._holds(name, self.dims(x).width * shape.experts, "whole")
+        self._holds(name, shape.experts if shape.balance_rate > 0 else 0, "whole")
         for_losses: tuple[str, ...] = ()
         if shape.balance_loss or shape.z_loss:
             for_losses = (self._load(f"{name}_load", counts), self._loss_scale())

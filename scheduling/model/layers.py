@@ -118,9 +118,8 @@ def head(sizes: PartSizes) -> Part:
 
 
 def _tied(table: Parameters) -> Parameters:
-    """Return the counts of a head's table as counts of a table that the embedding holds too."""
-    tensors = tuple(replace(tensor, place="tied") for tensor in table.tensors)
-    return replace(table, tied=table.dense, tensors=tensors)
+    """Return a head's table as the table that the embedding holds too."""
+    return Parameters(tuple(replace(tensor, held="tied") for tensor in table.tensors))
 
 
 def model_parts(sizes: PartSizes, layers: Mapping[str, LayerGraph]) -> dict[str, Part]:

@@ -149,7 +149,7 @@ def _cut(parts: Sequence[Part], *, shares_table: bool, counts_frozen: bool) -> I
         parameters = frozen = Parameters()
         for name in {**part.frozen, **part.modules}:
             added, fixed = part.modules.get(name, Parameters()), part.frozen.get(name, Parameters())
-            if not (added.total or fixed.total) or (shares_table and (added.tied or fixed.tied) and index):
+            if not (added.total or fixed.total) or (shares_table and (added + fixed).tied and index):
                 continue
             modules, parameters, frozen = (*modules, name), parameters + added, frozen + fixed
             if parameters.total + frozen.total * counts_frozen >= LEAST_ELEMENTS:
@@ -170,16 +170,8 @@ def flat_elements(layout: ParallelLayout, parameters: Parameters) -> dict[tuple[
 
     Parameters with different axes lie in separate memories.
     """
-    whole = parameters.whole if layout.tp > 1 else 0
-    tied = parameters.tied if layout.ends_apart else 0
-    counts = {
-        ("dp",): parameters.dense - whole - tied - parameters.summed_apart("dp"),
-        ("tp", "dp"): whole,
-        ("dp", "ends"): tied,
-        ("edp",): parameters.experts - parameters.summed_apart("edp"),
-        **dict(parameters.apart),
-    }
-    return {axes: count for axes, count in counts.items() if count}
+    tensors = flat_tensors(layout, parameters).items()
+    return {axes: sum(tensor.elements for tensor in together) for axes, together in tensors}
 
 
 def flat_tensors(
@@ -194,7 +186,7 @@ def flat_tensors(
     }
     found: dict[tuple[str, ...], tuple[HeldTensor, ...]] = {}
     for tensor in parameters.tensors:
-        axes = tensor.apart or axes_of[tensor.place]
+        axes = tensor.apart or axes_of[tensor.held]
         found[axes] = (*found.get(axes, ()), tensor)
     return found
 

@@ -14,7 +14,7 @@ from braid.scheduling.model.operators import Kind, Part
 from braid.scheduling.model.stages import moves_of
 from braid.scheduling.model.units import chunk_units
 from braid.scheduling.schedule.buckets import buckets_of
-from braid.scheduling.schedule.code import Body, Code, Frame, Stretch
+from braid.scheduling.schedule.code import Code, Frame, Stretch
 from braid.scheduling.schedule.frames import (
     ChunkLayout,
     Placed,
@@ -100,7 +100,7 @@ class _PendingEnd:
 class _Unrolled:
     """A linked block: its operations, and the ends that its backward passes leave, by pass number."""
 
-    body: Body
+    operations: tuple[Operation, ...]
     frames: tuple[Frame, ...]
     """Frames of the block's passes, then of the passes on this stage that take their outputs."""
     pending: Mapping[int, _PendingEnd]
@@ -132,7 +132,7 @@ class _Linker:
     _blocks: dict[tuple[object, ...], _Unrolled] = field(default_factory=dict)
     _ends_of_messages: dict[tuple[object, ...], tuple[Frame, int]] = field(default_factory=dict)
     """(pass kind, chunk, whether sent) -> frame and register that a message is sent from or received in."""
-    _update: dict[tuple[object, ...], Body] = field(default_factory=dict)
+    _update: dict[tuple[object, ...], tuple[Operation, ...]] = field(default_factory=dict)
     _begun: set[Reduce] = field(default_factory=set)
     """Gradient sums that the stage's blocks have started so far."""
 
@@ -189,7 +189,7 @@ class _Linker:
             if role.follower is not None
         ]
         self._begun.update(block.sums)
-        return Stretch(block, (*passes, *followers), unrolled.frames, unrolled.body)
+        return Stretch(block, (*passes, *followers), unrolled.frames, unrolled.operations)
 
     def _role(self, kind: PassKind, chunk: int, stage: int) -> _Role:
         if (kind, chunk) not in self._roles:
@@ -232,7 +232,7 @@ class _Linker:
                 assert into is not None
                 operations.append(Hand(turn=turn, reads=(out,), frees=(out,), to=len(frames), register=into))
                 frames.append(target)
-        return _Unrolled(Body(tuple(operations)), tuple(frames), pending)
+        return _Unrolled(tuple(operations), tuple(frames), pending)
 
     def _steps(
         self,
@@ -340,8 +340,8 @@ class _Linker:
                 return Stretch(instruction, (), (), self._shared((instruction,), Wait(first), *further))
         raise ValueError(f"{instruction} does not stand by itself")
 
-    def _shared(self, key: tuple[object, ...], *operations: Operation) -> Body:
-        return self._update.setdefault(key, Body(operations))
+    def _shared(self, key: tuple[object, ...], *operations: Operation) -> tuple[Operation, ...]:
+        return self._update.setdefault(key, operations)
 
     def _of_message(self, instruction: Start | Wait, message: Message) -> Stretch:
         """Link the start or wait of a message.
@@ -367,7 +367,7 @@ class _Linker:
         else:
             operation = Wait(message, frees=at) if sent else Wait(message, writes=at)
         assert pass_ is not None
-        return Stretch(instruction, (pass_,), (frame,), Body((operation,)))
+        return Stretch(instruction, (pass_,), (frame,), (operation,))
 
     def _chunk(self, chunk: int) -> ChunkLayout:
         if chunk not in self._chunks:

@@ -1,7 +1,7 @@
 """Sweeps over linked code and tracks which registers are alive and which operators have run.
 
-Memory reads bytes from it, validation the first operation that cannot run. A body is swept once for each
-state of its frames.
+Memory reads bytes from it, validation the first operation that cannot run. Operations that stretches share
+are swept once for each state of their frames.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ from typing import NamedTuple
 from braid.scheduling.mesh.mesh import is_tensor
 from braid.scheduling.model.parameters import Parameters
 from braid.scheduling.schedule.buckets import flat_elements, share_elements, share_ways
-from braid.scheduling.schedule.code import Body, Code, Frame, Stretch
+from braid.scheduling.schedule.code import Code, Frame, Stretch
 from braid.scheduling.schedule.operations import (
     Allocate,
     Compute,
@@ -90,7 +90,7 @@ class Sweep:
         cannot run."""
         keys = [(pass_.micro_batch, pass_.chunk) for pass_ in stretch.passes]
         before = tuple(self.states.get(key, _NEW) for key in keys)
-        start = (_course(stretch.body), stretch.frames, before)
+        start = (_course(stretch.operations), stretch.frames, before)
         if start not in self._swept:
             self._swept[start] = self._sweep(stretch, before)
         swept, after = self._swept[start]
@@ -173,14 +173,14 @@ class Sweep:
 _NEW = FrameState()
 
 
-def _course(body: Body) -> object:
-    """Return a key that is equal for bodies that change frames alike, as do messages of all micro-batches."""
-    if len(body.operations) == 1 and isinstance(only := body.operations[0], Start | Wait):
+def _course(operations: tuple[Operation, ...]) -> object:
+    """Return a key that is equal for lists that change frames alike, as do messages of all micro-batches."""
+    if len(operations) == 1 and isinstance(only := operations[0], Start | Wait):
         match only.what:
             case Send(moved) | Receive(moved) as message:
                 kinds = type(only), type(message), moved.kind, moved.chunk
                 return *kinds, only.reads, only.writes, only.frees
-    return body
+    return id(operations)
 
 
 def _begins(what: Gather | Reduce) -> bool:
@@ -204,7 +204,7 @@ class History:
 
 
 @lru_cache(maxsize=1)
-def histories(code: Code, width: int, rounded_width: int = 0) -> tuple[History, ...]:
+def histories(code: Code, width: int, rounded_width: int) -> tuple[History, ...]:
     """Sweep over all stages of the code and return their histories.
 
     ``width``, ``rounded_width``: bytes per activation element and per rounded gradient (`Sweep`).

@@ -255,8 +255,8 @@ def _never(schedule: Schedule, stage: int, layout: ParallelLayout) -> Faults:
 def _data(code: Code, stage: int) -> Faults:
     """Yield an error for the first operator that cannot run at its position, or else for each frame that the
     stage leaves unfinished."""
-    # Any width would do; with that of bf16 the memory check can reuse the cached sweep.
-    swept, stretches = histories(code, DTYPE_BYTES["bf16"])[stage], code.stages[stage]
+    # Any width would do; with that of bf16 the count of memory can reuse the cached sweep.
+    swept, stretches = histories(code, DTYPE_BYTES["bf16"], 0)[stage], code.stages[stage]
     if swept.fault is not None:
         position, error = swept.fault
         cause = str(error)
@@ -291,7 +291,7 @@ def _summation(stretches: tuple[Stretch, ...]) -> Faults:
     for position, stretch in enumerate(stretches):
         passes = stretch.block_passes
         order = sorted(range(len(passes)), key=lambda turn: passes[turn].micro_batch)
-        key = (id(stretch.body), tuple(order), tuple(p.chunk for p in passes))
+        key = (id(stretch.operations), tuple(order), tuple(p.chunk for p in passes))
         if len(passes) < 2 or key in checked:
             continue
         checked.add(key)

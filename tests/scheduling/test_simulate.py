@@ -134,25 +134,25 @@ def test_every_sum_and_the_update_have_their_price(
             for suffix, one in summed.items():
                 if layout.tp > 1 and one.whole:
                     name = f"gradients.{chunk} tp{suffix}"
-                    expected[name] = profile.transfer_ns("tp", Kind.ALL_REDUCE, one.whole * 4)
+                    expected[name] = profile.transfer("tp", Kind.ALL_REDUCE).ns(one.whole * 4)
             if model.tied_head:
                 ways = layout.dp if zero > 1 else 1
                 name = f"gradients.{chunk} ends"
-                expected[name] = profile.transfer_ns("pp", Kind.ALL_REDUCE, table // ways * 4)
+                expected[name] = profile.transfer("pp", Kind.ALL_REDUCE).ns(table // ways * 4)
             for suffix, one in summed.items():
                 for axis, count in (("dp", one.dense), ("edp", one.experts)):
                     if layout.dp > 1 and count:
                         kind = Kind.REDUCE_SCATTER if zero else Kind.ALL_REDUCE
                         name = f"gradients.{chunk} {axis}{suffix}"
-                        expected[name] = profile.transfer_ns(axis, kind, count * 4)
+                        expected[name] = profile.transfer(axis, kind).ns(count * 4)
             for number, one in enumerate(buckets if zero else ()):
                 for axis, count in (("dp", one.dense), ("edp", one.experts)):
                     if count:
                         name = f"parameters.{chunk} {axis} {number}"
-                        expected[name] = profile.transfer_ns(axis, Kind.ALL_GATHER, count * 2)
+                        expected[name] = profile.transfer(axis, Kind.ALL_GATHER).ns(count * 2)
         for axis in ("tp", "pp", "dp") if zero else ("tp", "pp", "ep"):
             if layout.degree(axis) > 1:
-                expected[f"norm {axis}"] = profile.transfer_ns(axis, Kind.ALL_REDUCE, NORM_BYTES)
+                expected[f"norm {axis}"] = profile.transfer(axis, Kind.ALL_REDUCE).ns(NORM_BYTES)
         most = max(
             sum(result.code.parameters(chunk).total for chunk in layout.chunks_of(number))
             for number in range(layout.pp)

@@ -11,7 +11,6 @@ from braid.scheduling.model.operators import Kind, Phase
 from braid.scheduling.model.units import (
     chunk_units,
     joined,
-    measured_key,
     unit_name,
     unit_parts,
     units_in_use,
@@ -29,6 +28,7 @@ from braid.scheduling.schedule.operations import (
 )
 from braid.scheduling.schedule.rounds import rounds
 from braid.scheduling.schedule.schedule import Block, Instruction, Program, Schedule, Side, Sides
+from braid.scheduling.schedule.text import operator_key
 from braid.scheduling.text.pattern import is_layer
 from tests.scheduling.cases import GPT, LLAMA, model_parts
 from tests.scheduling.test_graphs import check_data_flow
@@ -82,7 +82,7 @@ def test_a_unit_is_its_parts_one_after_the_other(shape: object, tp: int, recompu
     assert {op.key for op in ours} == {
         op.key for part in parts.values() for op in (*part.forward.operators, *part.backward.operators)
     }
-    assert all(measured_key(unit.name, op.name) == op.key for op in ours), "also where a text names it"
+    assert all(str(operator_key(unit.name, op.name)) == op.key for op in ours), "also where a text names it"
     assert [names[op.place] for op in ours] == [op.part for op in ours]
     check_data_flow(unit)
     saved = sum(parts[name].saved_bytes(2) for name in names)
