@@ -352,7 +352,8 @@ def _from_update(stretches: Sequence[Stretch]) -> Sequence[Stretch]:
     update, at which all ranks meet."""
     if not stretches or not isinstance(stretches[-1].instruction, Prefetch):
         return stretches
-    at = next((n for n, stretch in enumerate(stretches) if stretch.instruction == Compute(Step())), 0)
+    update = Compute(Step())
+    at = next((n for n, stretch in enumerate(stretches) if stretch.instruction == update), 0)
     return (*stretches[at:], *stretches[:at])
 
 

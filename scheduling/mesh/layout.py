@@ -136,7 +136,6 @@ class ParallelLayout:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks that the layout needs."""
         return self.data_ranks * self.tp * self.pp
 
     @property
@@ -155,7 +154,6 @@ class ParallelLayout:
         return self.stage_of(0) != self.stage_of(self.chunks - 1)
 
     def degree(self, axis: str) -> int:
-        """Return the number of ranks along a mesh axis."""
         return int(getattr(self, axis))
 
     def stage_of(self, chunk: int) -> int:

@@ -36,7 +36,6 @@ class Parameters:
 
     @property
     def dense(self) -> int:
-        """Number of parameters that are not those of experts."""
         return self.total - self.experts
 
     @property

@@ -52,15 +52,7 @@ from braid.scheduling.schedule.schedule import (
     Sides,
     on_side,
 )
-from braid.scheduling.schedule.sharing import Sharing, SharingError
-
-
-class LinkError(ValueError):
-    """Error in linking: the instruction at ``position`` of ``stage`` cannot be turned into operations."""
-
-    def __init__(self, stage: int, position: int, cause: str) -> None:
-        super().__init__(cause)
-        self.stage, self.position = stage, position
+from braid.scheduling.schedule.sharing import LinkError, Sharing
 
 
 def link(
@@ -76,11 +68,7 @@ def link(
     sharing = Sharing(schedule, layout, buckets, linker.moves)
     stages = []
     for number in range(len(schedule.stages)):
-        stretches = list(linker.stage(number))
-        try:
-            stages.append(tuple(sharing.stage(number, stretches)))
-        except SharingError as error:
-            raise LinkError(number, error.position, str(error)) from None
+        stages.append(tuple(sharing.stage(number, list(linker.stage(number)))))
     return Code(schedule, layout, kinds, parts, tuple(stages), buckets)
 
 

@@ -24,8 +24,6 @@ from braid.scheduling.model.stages import Move
 
 
 class Direction(StrEnum):
-    """The direction of a pass through the model."""
-
     FORWARD = "F"
     BACKWARD = "B"
 
@@ -39,9 +37,10 @@ class PassKind(StrEnum):
     WEIGHT = "W"
     END = "L"
 
+    __hash__ = str.__hash__  # ten times as fast as that of enumerations: schedules look passes up
+
     @property
     def direction(self) -> Direction:
-        """The direction of the pass through the model."""
         return Direction.FORWARD if self is PassKind.FORWARD else Direction.BACKWARD
 
     @property
@@ -60,6 +59,8 @@ class Strand(StrEnum):
     ALPHA = "alpha"
     BETA = "beta"
 
+    __hash__ = str.__hash__
+
 
 class Pass(NamedTuple):
     """Computation of one micro-batch in one chunk, forward or backward, or a separated part of it."""
@@ -75,12 +76,10 @@ class Pass(NamedTuple):
 
     @property
     def direction(self) -> Direction:
-        """The direction of the pass through the model."""
         return self.kind.direction
 
     @property
     def forward(self) -> bool:
-        """Whether the pass goes forward."""
         return self.kind is PassKind.FORWARD
 
     @property

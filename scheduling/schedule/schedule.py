@@ -159,6 +159,5 @@ class Schedule:
 
     @cached_property
     def strands(self) -> tuple[Strand, ...]:
-        """The strands to which the schedule's passes belong."""
         used = {pass_.strand for stage in self.passes for pass_ in stage}
         return tuple(strand for strand in Strand if strand in used)

@@ -34,6 +34,14 @@ from braid.scheduling.schedule.operations import (
 from braid.scheduling.schedule.schedule import Block, Prefetch, Schedule
 
 
+class LinkError(ValueError):
+    """Error in linking: the instruction at ``position`` of ``stage`` cannot be turned into operations."""
+
+    def __init__(self, stage: int, position: int, cause: str) -> None:
+        super().__init__(cause)
+        self.stage, self.position = stage, position
+
+
 class _Touch(NamedTuple):
     """Range of operations, ``first`` to ``last``, in a body that uses a bucket: consecutive operators that
     read its parameters, or all operators that add to its gradients."""
@@ -81,7 +89,7 @@ class Sharing:
     def stage(self, stage: int, stretches: Sequence[Stretch]) -> Iterator[Stretch]:
         """Yield a stage's stretches with the transfers inserted.
 
-        Raises `SharingError` if the schedule does not gather parameters that a block needs.
+        Raises `LinkError` if the schedule does not gather parameters that a block needs.
         """
         inserted: _Inserted = defaultdict(lambda: defaultdict(list))
         if self.layout.zero:
@@ -121,7 +129,7 @@ class Sharing:
             if touch.key not in gathered:
                 # A tied head reads the table of the first chunk, which need not be in the block.
                 if begin is None or not block.gathers:
-                    raise SharingError(position, f"the parameters of chunk {touch.key[0]} are not gathered")
+                    raise LinkError(stage, position, f"the parameters of chunk {chunk} are not gathered")
                 early = number - ahead
                 at, index = (uses[early].position, uses[early].touch.first) if early >= 0 else (begin, 0)
                 if at == begin and behind:
@@ -390,12 +398,3 @@ def _turn(insertion: _Insertion) -> int:
             return 3
     turns: dict[object, int] = {Release: 0, Compute: 1, Start: 1, Wait: 4}
     return turns[kind]
-
-
-class SharingError(ValueError):
-    """Error that a block's parameters are not gathered; ``position``: the block's index in the stage's
-    list."""
-
-    def __init__(self, position: int, cause: str) -> None:
-        super().__init__(cause)
-        self.position = position

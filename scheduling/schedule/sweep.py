@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
+from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.mesh.mesh import is_tensor
 from braid.scheduling.model.parameters import Parameters
 from braid.scheduling.schedule.buckets import flat_elements, share_elements, share_ways
@@ -60,13 +61,6 @@ class CodeError(ValueError):
     def __init__(self, cause: str, pass_: Pass | None = None) -> None:
         super().__init__(cause)
         self.pass_ = pass_
-
-
-class AbsentInputError(CodeError):
-    """Error that a pass runs before its input has arrived."""
-
-    def __init__(self, pass_: Pass) -> None:
-        super().__init__("its input is not there", pass_)
 
 
 @dataclass
@@ -229,6 +223,7 @@ class _StretchSweep:
 
     def __init__(self, sweep: Sweep, stretch: Stretch, before: Sequence[FrameState]) -> None:
         self._stretch, self._passes, self._frames = stretch, stretch.passes, stretch.frames
+        self._layout = sweep.code.layout
         self._whole_bytes, self._rounded_bytes = sweep.whole_bytes, sweep.rounded_bytes
         keys = [(pass_.micro_batch, pass_.chunk) for pass_ in stretch.passes]
         self._frame_of = [keys.index(key) for key in keys]
@@ -296,7 +291,7 @@ class _StretchSweep:
             raise CodeError(f"{pass_} runs twice ({node.operator.name} has run)")
         missing = needs & ~done
         if missing & frame.arrival(pass_.forward):
-            raise AbsentInputError(pass_)
+            raise CodeError(_absent(pass_, self._layout), pass_)
         if missing:
             raise CodeError(_reason(frame, pass_, node, missing), pass_)
 
@@ -339,6 +334,16 @@ class _StretchSweep:
                 for memory in frame.memories[register]:
                     if not self._live[at] & frame.holders[memory]:
                         self.bytes -= sizes[memory]
+
+
+def _absent(pass_: Pass, layout: ParallelLayout) -> str:
+    """Return an error text that says why a pass lacks its input."""
+    before = pass_.before(layout)
+    assert before is not None
+    source = layout.stage_of(before.chunk)
+    if source == layout.stage_of(pass_.chunk):
+        return f"its input comes from {before}, which has not run"
+    return f"its input from stage {source} has not arrived (no RECV and WAIT before it)"
 
 
 def _reason(frame: Frame, p: Pass, node: Node, missing: int) -> str:

@@ -24,7 +24,7 @@ from braid.kernels.trials import Laboratory, Measured, Use
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.model.layers import built_in_parts
 from braid.scheduling.model.operators import Phase
-from braid.scheduling.model.sizes import PartSizes, part_sizes
+from braid.scheduling.model.sizes import PartSizes
 from tests.scheduling.cases import GPT, LLAMA, MICRO_BATCH
 
 CPU = torch.device("cpu")
@@ -87,7 +87,7 @@ def test_it_asks_about_the_operators_of_the_model(name: str, tp: int, ep: int) -
     """All of them, as often as they are there, on as many tokens as their graphs say."""
     shape = SHAPES[name]
     layout = ParallelLayout(tp=tp, ep=ep, dp=ep) if shape.experts else ParallelLayout(tp=tp)
-    sizes = part_sizes(shape, layout, MICRO_BATCH)
+    sizes = PartSizes(shape, layout, MICRO_BATCH)
     asked: Counter[tuple[str, str, int]] = Counter()
     for use in uses(sizes):
         settings = json.dumps(dict(use.settings), sort_keys=True)
@@ -144,7 +144,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "kernels"
 
 
-SIZES = part_sizes(replace(LLAMA, layers=2), ParallelLayout(), 1)
+SIZES = PartSizes(replace(LLAMA, layers=2), ParallelLayout(), 1)
 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
@@ -231,7 +231,7 @@ def test_modules_are_made_of_what_was_chosen() -> None:
     attention: Any = context.attention().module
     assert attention.backend is torch.nn.attention.SDPBackend.FLASH_ATTENTION
     assert type(context.activation().module) is context.operators.swiglu
-    context = context_with(part_sizes(MOE, ParallelLayout(), 1), {"unpermute": "triton"})
+    context = context_with(PartSizes(MOE, ParallelLayout(), 1), {"unpermute": "triton"})
     made = {name: type(one.module) for name, one in expert_modules(context, "layers.0").items()}
     assert (made["permute"], made["unpermute"]) == (TORCH.permute, context.operators.unpermute)
     assert made["unpermute"] is not TORCH.unpermute

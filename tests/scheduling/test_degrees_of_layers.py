@@ -10,7 +10,7 @@ from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.mesh.mesh import beyond, tensor_axis
 from braid.scheduling.model.layers import built_in_parts
 from braid.scheduling.model.operators import Kind
-from braid.scheduling.model.sizes import part_sizes
+from braid.scheduling.model.sizes import PartSizes
 from braid.scheduling.schedule.buckets import buckets_of
 from braid.scheduling.text.pattern import base_kind, own_degree
 from tests.scheduling.cases import LLAMA
@@ -48,7 +48,7 @@ def test_layers_are_cut_over_neighbours(layout: ParallelLayout) -> None:
 @given(layouts())
 def test_every_gradient_is_summed_over_the_ranks_that_hold_the_same(layout: ParallelLayout) -> None:
     kinds = layout.kinds(MODEL.kinds)
-    buckets = buckets_of(built_in_parts(part_sizes(MODEL, layout, MICRO_BATCH)), layout, kinds)
+    buckets = buckets_of(built_in_parts(PartSizes(MODEL, layout, MICRO_BATCH)), layout, kinds)
     for chunk in range(layout.chunks):
         axes = buckets.axes(chunk)
         for layer in layout.layers_of(chunk, 4):
@@ -62,7 +62,7 @@ def test_every_gradient_is_summed_over_the_ranks_that_hold_the_same(layout: Para
 def test_a_layer_of_another_degree_takes_the_same_tokens(degree: int) -> None:
     """So nothing has to be moved between layers: its groups have samples of their own, in the same order."""
     layout = ParallelLayout(tp=4, tensor_degrees=(4, degree, degree, 4))
-    sizes = part_sizes(MODEL, layout, MICRO_BATCH)
+    sizes = PartSizes(MODEL, layout, MICRO_BATCH)
     parts = built_in_parts(sizes)
     kind = layout.kinds(("layer",) * 4)[1]
     part, whole = parts[kind], parts["layer"]

@@ -159,7 +159,7 @@ def test_stages_of_a_piece_go_beside_those_of_the_next() -> None:
     assert [op.name for op in cut.forward.operators][-19:] == order.split()
     streams = {op.axis: op.stream for op in cut.forward.operators if op.kind.communicates and op.piece}
     assert streams == {"tp.2x2.0": layer.forward.named("mlp_gather").stream, "tp.2x2.1": Stream.INTRA}
-    sizes = PartSizes(shape=LLAMA, tp=4, micro_batch=MICRO_BATCH, streams={"tp": Stream.INTER})
+    sizes = PartSizes(LLAMA, ParallelLayout(tp=4), MICRO_BATCH, {"tp": Stream.INTER})
     between = partitioned(layer_part(sizes), 4, "tp/all_gather mesh 2x2 order 0,1").forward
     assert between.named("mlp_gather.s1").stream is Stream.INTER
     assert between.named("mlp_gather.s2").stream is Stream.INTRA
@@ -192,7 +192,7 @@ def test_what_has_no_gemm_beside_it_stays_whole() -> None:
     """Where only operators are cut; else the transfer is."""
     single = model_parts(LLAMA, 1)["layer"]
     assert partitioned(single, 1, *map(str, mega_scale(4))) == single
-    moe = layer_part(PartSizes(shape=MOE, tp=2, micro_batch=MICRO_BATCH, cp=2, ep=2))
+    moe = layer_part(PartSizes(MOE, ParallelLayout(tp=2, cp=2, ep=2), MICRO_BATCH))
     layout = {"cp": 2, "ep": 2}
     cut = partitioned(moe, 2, "tp/all_gather pieces 2 of tokens with 1", **layout)
     assert not {"dispatch", "combine", "kv_gather", "expert_gather", "expert_in"} & cut_of(cut.forward)
