@@ -10,6 +10,7 @@ from braid.scheduling.mesh.mesh import is_tensor
 from braid.scheduling.model.operators import Kind
 from braid.scheduling.model.parameters import Parameters
 from braid.scheduling.model.stages import Move
+from braid.scheduling.schedule.buckets import summed_elements
 from braid.scheduling.schedule.code import Code
 from braid.scheduling.schedule.memory import DTYPE_BYTES, message_bytes, sent_width, sum_width
 from braid.scheduling.schedule.operations import (
@@ -109,7 +110,7 @@ class Prices:
             case Start(Send()):
                 return self._message
             case Start(Reduce(int(chunk), axis, bucket, move) as reduce):
-                kind = Kind.REDUCE_SCATTER if self._scatters(axis) else Kind.ALL_REDUCE
+                kind = Kind.REDUCE_SCATTER if self._code.layout.mesh.shares_along(axis) else Kind.ALL_REDUCE
                 price = self._sharing(chunk, axis, kind, self._sent, bucket, move)
                 copies = 0.0 if move is None else self._copies(reduce, move)
                 return replace(price, busy_ns=copies + self._rounding(chunk, reduce))
@@ -137,10 +138,6 @@ class Prices:
         count = self._counts(what.chunk, what.bucket, isinstance(what, Gather)).dense // move.part
         return self._profile.copy_ns_per_byte * count * width
 
-    def _scatters(self, axis: str) -> bool:
-        """Return whether ranks along an axis each keep only a shard of the gradient sums (ZeRO)."""
-        return self._code.layout.zero > 0 and axis in ("dp", "edp")
-
     def _rounding(self, chunk: int, reduce: Reduce, *, back: bool = False) -> float:
         """Return the ns in which a rank rounds gradients before a sum's first stage or, with ``back``, copies
         the last stage's result back: it reads numbers of one width and writes numbers of the other."""
@@ -148,7 +145,7 @@ class Prices:
         if self._sent == self._summed or (move and (not move.last if back else move.number)):
             return 0.0
         count, ranks = self._shared(chunk, reduce.axis, reduce.bucket)
-        copied = count / ranks if back and self._scatters(reduce.axis) else count
+        copied = count / ranks if back and self._code.layout.mesh.shares_along(reduce.axis) else count
         return self._profile.copy_ns_per_byte * copied * (self._summed + self._sent) / 2
 
     def _operator(self, node: Node, taken: float, busy: float) -> Price:
@@ -186,21 +183,13 @@ class Prices:
     def _shared(self, chunk: int, axis: str, bucket: int | None, *, gathers: bool = False) -> tuple[int, int]:
         """Return (number of a chunk's or bucket's parameters that are summed over an axis, or with
         ``gathers`` gathered; number of ranks along the axis)."""
-        layout = self._code.layout
-        parameters = self._counts(chunk, bucket, gathers)
-        match axis:
-            case "tp":
-                return parameters.whole + parameters.summed_apart("tp"), layout.tp
-            case "ends":
-                return parameters.tied // (layout.share_ranks if layout.zero > 1 else 1), 2
-            case "edp":
-                return parameters.experts, layout.expert_replicas
-            case axis if is_tensor(axis):
-                return parameters.summed_apart(axis), layout.mesh.size(layout.mesh.factors_of(axis))
-            case "replica":
-                return parameters.total // layout.share_ranks, layout.replicas
-            case _:
-                return parameters.dense, layout.data_ranks // layout.replicas
+        layout, parameters = self._code.layout, self._counts(chunk, bucket, gathers)
+        if axis == "replica":
+            return parameters.total // layout.share_ranks, layout.replicas
+        count = summed_elements(layout, parameters, axis)
+        if axis == "ends":
+            return count // (layout.share_ranks if layout.zero > 1 else 1), 2
+        return count, layout.mesh.size(layout.mesh.factors_of(axis))
 
     def _transfer(self, axis: str, kind: Kind, payload: int, sent_bytes: int) -> Price:
         along = "pp" if axis == "ends" else axis  # between stages

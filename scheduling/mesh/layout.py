@@ -90,10 +90,6 @@ class ParallelLayout:
         """Tensor-parallel degrees below ``tp`` that some layers have, ascending."""
         return tuple(sorted({*self.tensor_degrees} - {self.tp}))
 
-    @cached_property
-    def _kinds(self) -> dict[tuple[str, ...], tuple[str, ...]]:
-        return {}
-
     def kinds(self, kinds: tuple[str, ...]) -> tuple[str, ...]:
         """Return the kind of every layer, given the kinds in the model's pattern.
 
@@ -101,12 +97,8 @@ class ParallelLayout:
         """
         if not self.tensor_degrees:
             return kinds
-        if kinds not in self._kinds:
-            degrees = zip(kinds, self.tensor_degrees, strict=True)
-            self._kinds[kinds] = tuple(
-                kind if degree == self.tp else Variant(kind, degree) for kind, degree in degrees
-            )
-        return self._kinds[kinds]
+        degrees = zip(kinds, self.tensor_degrees, strict=True)
+        return tuple(kind if degree == self.tp else Variant(kind, degree) for kind, degree in degrees)
 
     @property
     def sample_ranks(self) -> int:

@@ -4,7 +4,7 @@ A value is a number of tokens on this rank x a width, which may be cut over tens
 operator's FLOPs, the values it keeps for its backward pass and the bytes a collective sends follow from these
 sizes; nothing is priced by hand. A method defines a kind completely: the size of its result, FLOPs,
 parameters, saved values and the inputs of its backward pass. This file has the operators of a single rank and
-the model's ends; attention, experts and collectives have files of their own.
+the model's ends; `parallel.py` has those of several ranks.
 """
 
 from collections.abc import Mapping
@@ -12,15 +12,14 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
-from braid.scheduling.model.attention import AttentionBuilder
-from braid.scheduling.model.experts import ExpertBuilder
 from braid.scheduling.model.graph import Dims, gradient_of
 from braid.scheduling.model.operators import Kind, Phase, Precision
+from braid.scheduling.model.parallel import ParallelBuilder
 
 NOTHING: Final[Mapping[str, int]] = MappingProxyType({})
 
 
-class LayerBuilder(AttentionBuilder, ExpertBuilder):
+class LayerBuilder(ParallelBuilder):
     """Writes the forward graph of a part of the model; every method returns the name of its result.
 
     Collectives over an axis of degree one are left out: their methods return the input's name. Methods raise

@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from braid.scheduling.mesh.cluster import Stream
+from braid.scheduling.mesh.mesh import beyond
 from braid.scheduling.model.operators import Graph, Kind, Operator, Part, Phase, Precision, Value
 from braid.scheduling.model.parameters import HeldAs, HeldTensor, Parameters
+from braid.scheduling.model.sizes import PartSizes
 
 
 @dataclass(frozen=True)
@@ -31,13 +33,15 @@ class GraphBuilder:
     """A part of the model under construction: its values, its operators in order, and how to differentiate
     each operator."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.beyond = ""
+    def __init__(self, name: str, sizes: PartSizes) -> None:
+        self.name, self.sizes, self.shape = name, sizes, sizes.shape
+        self.beyond = beyond(sizes.own) if sizes.own else ""
         """Axis of the ranks of ``tp`` that hold copies of the part's matrices, since its tensor-parallel
         degree is smaller than ``tp``; empty otherwise."""
-        self.frozen = False
+        self.frozen = sizes.shape.lora is not None
         """Whether parameters are not trained, unless they are adapters."""
+        self._stream: set[str] = set()
+        """Names of values that hold the residual stream."""
         self._dims: dict[str, Dims] = {}
         self._values: dict[str, Value] = {}
         self._inputs: list[str] = []

@@ -53,10 +53,5 @@ class Parameters:
     def _held(self, held: HeldAs) -> int:
         return sum(tensor.elements for tensor in self.tensors if tensor.held == held)
 
-    def summed_apart(self, axis: str) -> int:
-        """Return the number of parameters of layers with a tensor-parallel degree of their own whose
-        gradients are summed over ``axis``, among others."""
-        return sum(tensor.elements for tensor in self.tensors if axis in tensor.apart)
-
     def __add__(self, other: "Parameters") -> "Parameters":
         return Parameters(self.tensors + other.tensors)

@@ -108,9 +108,8 @@ class Buckets:
     def gathered(self, chunk: int) -> tuple[str, ...]:
         """Return the axes over which ranks gather the parameters of a chunk; empty without ZeRO."""
         layout = self._layout
-        counts = (each for bucket in self.of(chunk) for each in bucket.shared(layout))
-        axes = {axis for each in counts for together in flat_elements(layout, each) for axis in together}
-        return tuple(axis for axis in SHARDED if layout.zero and axis in axes and axis in layout.mesh.axes)
+        counts = (each for bucket in self.of(chunk) if layout.zero for each in bucket.shared(layout))
+        return tuple(shard_axes(layout, sum(counts, Parameters())))
 
     @property
     def keys(self) -> tuple[BucketKey, ...]:
@@ -172,6 +171,17 @@ def flat_elements(layout: ParallelLayout, parameters: Parameters) -> dict[tuple[
     """
     tensors = flat_tensors(layout, parameters).items()
     return {axes: sum(tensor.elements for tensor in together) for axes, together in tensors}
+
+
+def summed_elements(layout: ParallelLayout, parameters: Parameters, axis: str) -> int:
+    """Return the number of a bucket's elements whose gradients are summed over an axis."""
+    return sum(count for axes, count in flat_elements(layout, parameters).items() if axis in axes)
+
+
+def shard_axes(layout: ParallelLayout, parameters: Parameters) -> list[str]:
+    """Return the axes over which ZeRO shards a bucket's parameters."""
+    axes = (axis for axis in SHARDED if axis in layout.mesh.axes)
+    return [axis for axis in axes if summed_elements(layout, parameters, axis)]
 
 
 def flat_tensors(

@@ -120,7 +120,6 @@ class _Linker:
     _blocks: dict[tuple[object, ...], _Unrolled] = field(default_factory=dict)
     _ends_of_messages: dict[tuple[object, ...], tuple[Frame, int]] = field(default_factory=dict)
     """(pass kind, chunk, whether sent) -> frame and register that a message is sent from or received in."""
-    _update: dict[tuple[object, ...], tuple[Operation, ...]] = field(default_factory=dict)
     _begun: set[Reduce] = field(default_factory=set)
     """Gradient sums that the stage's blocks have started so far."""
 
@@ -308,28 +307,24 @@ class _Linker:
         ``by_bucket``: the stage ends with gathers for the next step, so that each bucket is updated
         separately.
         """
+        operations: tuple[Operation, ...] = ()
         match instruction:
             case Start(Send() | Receive() as message) | Wait(Send() | Receive() as message):
                 return self._of_message(instruction, message)
             case Compute(Step()) if by_bucket:
-                return Stretch(instruction, (), (), self._shared((instruction, Clip), Compute(Clip())))
+                operations = (Compute(Clip()),)
             case Compute(Norm() | Step()):
-                return Stretch(instruction, (), (), self._shared((instruction,), instruction))
+                operations = (instruction,)
             case Start(Reduce() as reduce):
-                first = self._stages(reduce)[0]
-                return Stretch(instruction, (), (), self._shared((instruction,), Start(first)))
-            case Prefetch():
-                return Stretch(instruction, (), (), self._shared(()))
-            case Wait(Reduce() as reduce) if reduce in self._begun:
-                return Stretch(instruction, (), (), self._shared(()))
-            case Wait(Reduce() as reduce):
+                operations = (Start(self._stages(reduce)[0]),)
+            case Wait(Reduce() as reduce) if reduce not in self._begun:
                 first, *others = self._stages(reduce)
-                further = [kind(stage) for stage in others for kind in (Start, Wait)]
-                return Stretch(instruction, (), (), self._shared((instruction,), Wait(first), *further))
-        raise ValueError(f"{instruction} does not stand by itself")
-
-    def _shared(self, key: tuple[object, ...], *operations: Operation) -> tuple[Operation, ...]:
-        return self._update.setdefault(key, operations)
+                operations = (Wait(first), *(kind(stage) for stage in others for kind in (Start, Wait)))
+            case Wait(Reduce()) | Prefetch():
+                pass  # blocks hold its operations
+            case _:
+                raise ValueError(f"{instruction} does not stand by itself")
+        return Stretch(instruction, (), (), operations)
 
     def _of_message(self, instruction: Start | Wait, message: Message) -> Stretch:
         """Link the start or wait of a message.

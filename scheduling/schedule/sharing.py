@@ -17,7 +17,7 @@ from braid.scheduling.mesh.mesh import is_tensor
 from braid.scheduling.model.operators import Kind, Phase
 from braid.scheduling.model.parameters import Parameters
 from braid.scheduling.model.stages import Move, moves_of
-from braid.scheduling.schedule.buckets import BucketKey, Buckets, BucketSpec
+from braid.scheduling.schedule.buckets import BucketKey, Buckets, BucketSpec, shard_axes
 from braid.scheduling.schedule.code import Stretch
 from braid.scheduling.schedule.operations import (
     Allocate,
@@ -207,7 +207,7 @@ class Sharing:
                     sums.start(into[index], event)
                 elif sums.shared:
                     chunk, number = event
-                    axes = self._replicas(self._spec(event).parameters)
+                    axes = shard_axes(self.layout, self._spec(event).parameters)
                     sums.allocate(into[index], event, [Reduce(chunk, axis, number) for axis in axes])
             sums.end(map(_key, self._by_bucket(block)))
 
@@ -217,16 +217,7 @@ class Sharing:
 
     def _shared(self, key: BucketKey) -> list[str]:
         """Return the axes over which a bucket's parameters are gathered."""
-        counts = self._spec(key).shared(self.layout)
-        return list(dict.fromkeys(axis for each in counts for axis in self._replicas(each)))
-
-    def _replicas(self, sizes: Parameters) -> list[str]:
-        """Return the axes whose ranks share parameters of these counts."""
-        summed = (
-            ("dp", sizes.dense),
-            ("edp", sizes.experts if self.layout.expert_replicas > 1 else 0),
-        )
-        return [axis for axis, count in summed if count]
+        return shard_axes(self.layout, sum(self._spec(key).shared(self.layout), Parameters()))
 
     def _by_bucket(self, block: Block) -> Iterator[Reduce]:
         """Yield a block's gradient sums separately for each bucket, in the order of a backward pass."""

@@ -10,9 +10,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from braid.scheduling.mesh.layout import ParallelLayout
-from braid.scheduling.mesh.mesh import is_tensor
 from braid.scheduling.model.parameters import Parameters
-from braid.scheduling.schedule.buckets import flat_elements, share_elements, share_ways
+from braid.scheduling.schedule.buckets import SHARDED, flat_elements, share_elements, share_ways
 from braid.scheduling.schedule.code import Code, Frame, Stretch
 from braid.scheduling.schedule.operations import (
     Allocate,
@@ -113,22 +112,14 @@ class Sweep:
 
     def whole_bytes(self, what: Gather | Reduce) -> int:
         """Return the bytes of a bucket's whole parameters or gradients if ranks keep only shards, else 0."""
-        layout = self.code.layout
-        if (
-            what.bucket is None
-            or layout.zero < (3 if isinstance(what, Gather) else 2)
-            or is_tensor(what.axis)
-        ):
+        gathers, layout = isinstance(what, Gather), self.code.layout
+        if what.bucket is None or what.axis not in SHARDED or layout.zero < (3 if gathers else 2):
             return 0
         assert what.chunk is not None
         spec = self.code.buckets.of(what.chunk)[what.bucket]
-        elements = sum(
-            share_elements(count, ways) * ways
-            for each in (spec.shared(layout) if isinstance(what, Gather) else (spec.parameters,))
-            for axes, count in flat_elements(layout, each).items()
-            if what.axis in axes and (ways := share_ways(layout, axes))
-        )
-        return elements * (self.width if isinstance(what, Gather) else max(4, self.width))
+        counts = spec.shared(layout) if gathers else (spec.parameters,)
+        elements = sum(self._summed_elements(what.axis, parameters) for parameters in counts)
+        return elements * (self.width if gathers else max(4, self.width))
 
     def rounded_bytes(self, what: Gather | Reduce) -> int:
         """Return the bytes of the rounded copies of gradients that a sum sends; 0 if nothing is rounded."""
