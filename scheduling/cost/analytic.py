@@ -18,7 +18,7 @@ from braid.scheduling.mesh.cluster import (
     node_mesh,
 )
 from braid.scheduling.mesh.layout import ParallelLayout
-from braid.scheduling.mesh.mesh import beyond, is_tensor, tensor_axis
+from braid.scheduling.mesh.mesh import is_tensor
 from braid.scheduling.mesh.partition import PARTITIONED, Factor
 from braid.scheduling.model.operators import Kind, Operator, Part
 
@@ -36,26 +36,17 @@ _FIT_SIZES = (1e5, 1e9)
 
 
 def axis_groups(layout: ParallelLayout, gpus_per_node: int) -> dict[str, RankGroup]:
-    """Return {axis: size and position of its groups}, if ranks fill nodes in order with tp innermost.
-
-    Groups of ``edp`` consist of the ranks with the same experts: ranks of ``dp`` at one position along
-    ``ep``. ``dp`` includes ``cp``, since its ranks hold the same parameters.
-    """
-    tp, data = layout.tp, layout.data_ranks
-    inner = data // layout.replicas
-    strides = {
-        "tp": (1, tp),
-        "cp": (tp, layout.cp),
-        "ep": (tp, layout.ep),
-        "dp": (tp, inner),
-        "replica": (tp * inner, layout.replicas),
-        "edp": (tp * layout.ep, layout.expert_replicas),
-        "pp": (tp * data, layout.pp),
-    }
-    for degree in layout.own_degrees:
-        strides |= {tensor_axis(degree): (1, degree), beyond(degree): (degree, tp // degree)}
-    strides["tp"] = (1, tp)
-    return {axis: group_of(stride, size, gpus_per_node) for axis, (stride, size) in strides.items()}
+    """Return {axis: size and position of its groups}, if ranks fill nodes in order with tp innermost; axes of
+    one rank too."""
+    mesh, strides, stride = layout.mesh, dict[str, int](), 1
+    for factor, size in reversed(mesh.factors):
+        strides[factor], stride = stride, stride * size
+    groups = {}
+    for axis in ("tp", "pp", "replica", *dict(mesh.joined)):
+        factors = [factor for factor in mesh.factors_of(axis) if mesh.sizes.get(factor, 1) > 1]
+        innermost = min((strides[factor] for factor in factors), default=1)
+        groups[axis] = group_of(innermost, mesh.size(factors), gpus_per_node)
+    return groups
 
 
 def axis_streams(layout: ParallelLayout, gpus_per_node: int) -> dict[str, Stream]:

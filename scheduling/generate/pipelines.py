@@ -269,7 +269,10 @@ def forward_only(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
                 for stage in range(layout.pp)
             )
         case Placement.FOLDED:
-            return _forwards_of(folded_w(layout, micro_batches))
+            return tuple(
+                tuple(alone(*(p for block in stage for p in block.passes if p.forward)))
+                for stage in folded_w(layout, micro_batches)
+            )
         case Placement.INTERLEAVED:
             groups = [range(m, min(m + layout.pp, micro_batches)) for m in range(0, micro_batches, layout.pp)]
             return tuple(
@@ -281,7 +284,3 @@ def forward_only(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
                 )
                 for stage in range(layout.pp)
             )
-
-
-def _forwards_of(order: BlockOrder) -> BlockOrder:
-    return tuple(tuple(alone(*(p for block in stage for p in block.passes if p.forward))) for stage in order)

@@ -289,7 +289,7 @@ def parse(text: str) -> Schedule:
     header = _parse_header(lines)
     body = lines[1 + len(header) :]
     cut = next((n for n, (_, line) in enumerate(body) if line.split()[0] != "partition"), len(body))
-    partitions = [_at(number, parse_partition, _after(line)) for number, line in body[:cut]]
+    partitions = [_at(number, parse_partition, " ".join(line.split()[1:])) for number, line in body[:cut]]
     for (number, _), partition in zip(body, partitions, strict=False):
         if sum(partition.what == other.what for other in partitions) > 1:
             raise _wrong(number, f"partition {partition.what} stands twice")
@@ -339,10 +339,6 @@ def _parse_header(lines: list[Line]) -> Mapping[str, str]:
             raise _wrong(number, f"expected '{words[0]}' and a number above 0, found {line!r}")
         entries[words[0]] = words[1]
     return entries
-
-
-def _after(line: str) -> str:
-    return " ".join(line.split()[1:])
 
 
 def _parse_stages(lines: list[Line]) -> tuple[tuple[Instruction, ...], ...]:

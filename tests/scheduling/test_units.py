@@ -8,13 +8,7 @@ from braid.scheduling.generate.lower import with_ends
 from braid.scheduling.generate.programs import serial_program
 from braid.scheduling.mesh.layout import ParallelLayout, Placement
 from braid.scheduling.model.operators import Kind, Phase
-from braid.scheduling.model.units import (
-    chunk_units,
-    joined,
-    unit_name,
-    unit_parts,
-    units_in_use,
-)
+from braid.scheduling.model.units import chunk_units, joined, unit_name, unit_parts, units_in_use
 from braid.scheduling.schedule.operations import (
     Compute,
     Pass,
