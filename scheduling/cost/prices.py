@@ -20,6 +20,7 @@ from braid.scheduling.schedule.operations import (
     Node,
     Norm,
     Operation,
+    Receive,
     Reduce,
     Send,
     Start,
@@ -88,6 +89,10 @@ class Prices:
 
     def _find(self, operation: Operation) -> Price:
         match operation:
+            case Start(Send()):  # before all else, since every message is an operation of its own
+                return self._message
+            case Wait(Send() | Receive()):
+                return _NOTHING
             case Compute(Node() as node):
                 return self._operator(node, 0.0, 0.0)
             case Start(Node() as node, lone=lone):
@@ -107,8 +112,6 @@ class Prices:
                 return Price(self._task("optimizer", Stream.COMPUTE), ns, Stream.COMPUTE)
             case Compute(Clip()):
                 return Price(self._task("optimizer", Stream.COMPUTE), 0.0, Stream.COMPUTE)
-            case Start(Send()):
-                return self._message
             case Start(Reduce(int(chunk), axis, bucket, move) as reduce):
                 kind = Kind.REDUCE_SCATTER if self._code.layout.mesh.shares_along(axis) else Kind.ALL_REDUCE
                 price = self._sharing(chunk, axis, kind, self._sent, bucket, move)

@@ -62,9 +62,12 @@ def _with_sums(
     within: dict[int, list[str]] = {}
     """Chunk -> axes over which blocks sum its gradients."""
     for position, instruction in enumerate(stage):
+        if not isinstance(instruction, Block):
+            instructions.append(instruction)
+            continue
         sums: list[Reduce] = []
         behind: list[Reduce] = []
-        for chunk in dict.fromkeys(p.chunk for p in passes_in(instruction) if p.kind in ENDING):
+        for chunk in dict.fromkeys(p.chunk for p in instruction.passes if p.kind in ENDING):
             final = last[chunk] == position
             if of_all:
                 within[chunk] = [axis for axis in axes[chunk] if is_tensor(axis) or axis in SUMMED]
@@ -78,10 +81,8 @@ def _with_sums(
                     sums += reduces
                 else:
                     behind += reduces
-        if sums:
-            assert isinstance(instruction, Block)
-            instruction = replace(instruction, sums=tuple(sums))
-        instructions += [instruction, *(kind(reduce) for reduce in behind for kind in (Start, Wait))]
+        block = replace(instruction, sums=tuple(sums)) if sums else instruction
+        instructions += [block, *(kind(reduce) for reduce in behind for kind in (Start, Wait))]
     order = last if of_all else within
     waits = [Wait(Reduce(c, axis)) for c in order for axis in within.get(c, ()) if not is_tensor(axis)]
     return [*instructions, *waits], remaining
