@@ -5,9 +5,9 @@ from typing import Any, Final
 
 from braid.scheduling.cost.effectiveness import effectiveness
 from braid.scheduling.cost.profile import Profile
-from braid.scheduling.model.units import measured_key
 from braid.scheduling.schedule.operations import Compute, Start, Wait
 from braid.scheduling.schedule.schedule import Program, Schedule, Sides
+from braid.scheduling.schedule.text import operator_key
 
 _MOST_ACTIONS: Final = 600
 _MOST_PAIRS: Final = 4
@@ -52,7 +52,7 @@ def _actions(sides: Sides, program: Program, profile: Profile | None) -> list[di
                 "turn": action.turn,
                 "side": side.kind.value,
                 "stream": action.stream.value if isinstance(action, Start) and action.stream else None,
-                "ns": solo.get(measured_key(side.unit, operator)),
+                "ns": solo.get(str(operator_key(side.unit, operator))),
             }
         )
     return made

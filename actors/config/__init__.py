@@ -22,10 +22,10 @@ from braid.actors.config.wording import problems_in, section_of
 from braid.scheduling.generate.named import ScheduleName
 from braid.scheduling.mesh.cluster import Stream
 from braid.scheduling.mesh.layout import AXES, ParallelLayout
-from braid.scheduling.model.fit import check_fit, check_runnable
+from braid.scheduling.model.fit import check_fit
 from braid.scheduling.model.recompute import RECOMPUTE_POLICIES, policies_of
 from braid.scheduling.model.shape import ModelShape, Workload
-from braid.scheduling.model.sizes import PartSizes, part_sizes
+from braid.scheduling.model.sizes import PartSizes
 from braid.scheduling.text.suggestions import nearest
 from braid.scheduling.text.yaml_text import parse_yaml, write_yaml
 
@@ -153,7 +153,7 @@ class Config(Section):
         """Return the sizes of the model's parts on one rank; ``streams``: the stream of each axis, by default
         inside the node."""
         train, context = self.train, self.parallel.context
-        return part_sizes(shape, self.layout(), train.micro_batch, streams, context, self.recompute)
+        return PartSizes(shape, self.layout(), train.micro_batch, streams, context, self.recompute)
 
     @property
     def chooses_layers(self) -> bool:
@@ -188,7 +188,6 @@ class Config(Section):
         policies_of(self.recompute, shape.layers)
         if self.parallel.auto:  # layouts are checked as they are tried
             return shape
-        check_runnable(shape, self.layout())
         check_fit(shape, self.layout(), self.workload())
         profile, ranks = self.telemetry.profile, self.layout().ranks
         if profile.steps is not None and max(profile.ranks) >= ranks:

@@ -18,7 +18,7 @@ from braid.scheduling.mesh.cluster import (
     node_mesh,
 )
 from braid.scheduling.mesh.layout import ParallelLayout
-from braid.scheduling.mesh.mesh import beyond, is_tensor, tensor_axis
+from braid.scheduling.mesh.mesh import is_tensor
 from braid.scheduling.mesh.partition import PARTITIONED, Factor
 from braid.scheduling.model.operators import Kind, Operator, Part
 
@@ -29,31 +29,24 @@ OPTIMIZER_BYTES_PER_PARAMETER = 34
 NORM_BYTES_PER_PARAMETER = 4
 """Bytes per parameter that the gradients' norm accesses: it reads gradients in single precision."""
 
+_LINKS = ("intra", "inter")
+
 _FIT_SIZES = (1e5, 1e9)
 """Payloads in bytes of the two transfers through whose times `_transfers` draws a line."""
 
 
 def axis_groups(layout: ParallelLayout, gpus_per_node: int) -> dict[str, RankGroup]:
-    """Return {axis: size and position of its groups}, if ranks fill nodes in order with tp innermost.
-
-    Groups of ``edp`` consist of the ranks with the same experts: ranks of ``dp`` at one position along
-    ``ep``. ``dp`` includes ``cp``, since its ranks hold the same parameters.
-    """
-    tp, data = layout.tp, layout.data_ranks
-    inner = data // layout.replicas
-    strides = {
-        "tp": (1, tp),
-        "cp": (tp, layout.cp),
-        "ep": (tp, layout.ep),
-        "dp": (tp, inner),
-        "replica": (tp * inner, layout.replicas),
-        "edp": (tp * layout.ep, layout.expert_replicas),
-        "pp": (tp * data, layout.pp),
-    }
-    for degree in layout.own_degrees:
-        strides |= {tensor_axis(degree): (1, degree), beyond(degree): (degree, tp // degree)}
-    strides["tp"] = (1, tp)
-    return {axis: group_of(stride, size, gpus_per_node) for axis, (stride, size) in strides.items()}
+    """Return {axis: size and position of its groups}, if ranks fill nodes in order with tp innermost; axes of
+    one rank too."""
+    mesh, strides, stride = layout.mesh, dict[str, int](), 1
+    for factor, size in reversed(mesh.factors):
+        strides[factor], stride = stride, stride * size
+    groups = {}
+    for axis in ("tp", "pp", "replica", *dict(mesh.joined)):
+        factors = [factor for factor in mesh.factors_of(axis) if mesh.sizes.get(factor, 1) > 1]
+        innermost = min((strides[factor] for factor in factors), default=1)
+        groups[axis] = group_of(innermost, mesh.size(factors), gpus_per_node)
+    return groups
 
 
 def axis_streams(layout: ParallelLayout, gpus_per_node: int) -> dict[str, Stream]:
@@ -87,7 +80,7 @@ def analytic_profile(
         source=f"modelled: {cluster.name}",
         solo_ns=solo,
         classes={**classes, "optimizer": "memory", "norm": "memory"},
-        oef=contention_oef(cluster.contention),
+        oef=_oef(cluster.contention),
         transfers=_transfers(cluster, groups, factors),
         streams={axis: _group_along(groups, axis).stream for axis in (*groups, *factors)},
         meshes=meshes,
@@ -120,16 +113,11 @@ def operator_class(op: Operator) -> str:
             return "memory"
 
 
-def contention_oef(contention: Contention) -> dict[str, float]:
+def _oef(contention: Contention) -> dict[str, float]:
     """Return {pair of classes, such as ``gemm|intra``: its overlap effectiveness}, as profiles list them."""
+    pairs = [(of_compute, link) for of_compute in ("gemm", "attention", "memory") for link in _LINKS]
     return {
-        "gemm|intra": contention.gemm_intra,
-        "gemm|inter": contention.gemm_inter,
-        "attention|intra": contention.attention_intra,
-        "attention|inter": contention.attention_inter,
-        "intra|memory": contention.memory_intra,
-        "inter|memory": contention.memory_inter,
-        "inter|intra": contention.intra_inter,
+        "|".join(sorted(pair)): getattr(contention, "_".join(pair)) for pair in (*pairs, ("intra", "inter"))
     }
 
 

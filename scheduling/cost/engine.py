@@ -18,7 +18,7 @@ from itertools import islice
 
 from braid.scheduling.cost.physics import EPSILON, Lane, run_compute, run_lanes
 from braid.scheduling.cost.prices import LANES, Price, Prices
-from braid.scheduling.schedule.code import Body, Stretch
+from braid.scheduling.schedule.code import Stretch
 from braid.scheduling.schedule.operations import (
     Barrier,
     Compute,
@@ -189,9 +189,9 @@ class RankRun:
             for number, (flights, lane) in enumerate(zip(self._flights, self._lanes, strict=True))
             for flight, (_, remaining) in zip(flights, lane, strict=True)
         ]
-        landed = frozenset(self._finished & self._awaited(stretch.body))
+        landed = frozenset(self._finished & self._awaited(stretch.operations))
         key = (
-            id(stretch.body),
+            id(stretch.operations),
             landed,
             *(
                 (n, flight.price.task, round(remaining), flight.start is None, _shared(flight.token))
@@ -224,12 +224,12 @@ class RankRun:
         self._finished.update(course.finished)
         self.clock = self._links = begin + course.duration
 
-    def _awaited(self, body: Body) -> frozenset[object]:
-        """Return the gathers and sums for which a body waits, including those that it began itself."""
-        if id(body) not in self._waits:
-            waited = (op.what for op in body.operations if isinstance(op, Wait))
-            self._waits[id(body)] = frozenset(what for what in waited if _shared(what) is not None)
-        return self._waits[id(body)]
+    def _awaited(self, operations: Sequence[Operation]) -> frozenset[object]:
+        """Return the gathers and sums for which a body waits, also those that it began itself."""
+        if id(operations) not in self._waits:
+            waited = (op.what for op in operations if isinstance(op, Wait))
+            self._waits[id(operations)] = frozenset(what for what in waited if _shared(what) is not None)
+        return self._waits[id(operations)]
 
     def _first_course(
         self,
@@ -272,7 +272,10 @@ class RankRun:
                 if id(flight) not in earlier
             ),
             finished=tuple(token for token in rank._finished if _shared(token) is not None),
-            taken=(*landed, *(f.token for _, f, _ in under_way if f.token in self._awaited(stretch.body))),
+            taken=(
+                *landed,
+                *(f.token for _, f, _ in under_way if f.token in self._awaited(stretch.operations)),
+            ),
         )
 
     # -- time ------------------------------------------------------------------------------------------------
@@ -349,7 +352,8 @@ def _from_update(stretches: Sequence[Stretch]) -> Sequence[Stretch]:
     update, at which all ranks meet."""
     if not stretches or not isinstance(stretches[-1].instruction, Prefetch):
         return stretches
-    at = next((n for n, stretch in enumerate(stretches) if stretch.instruction == Compute(Step())), 0)
+    update = Compute(Step())
+    at = next((n for n, stretch in enumerate(stretches) if stretch.instruction == update), 0)
     return (*stretches[at:], *stretches[:at])
 
 

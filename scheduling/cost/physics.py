@@ -5,8 +5,8 @@ run, each advances at 1 / (1 + sum of its slowdowns by the others); two transfer
 is a slowdown of 1. Tasks are numbers; ``slow[a][b]`` is the fraction by which a takes longer while b runs.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,18 +20,8 @@ Lane = list[tuple[int, float]]
 finished."""
 
 
-class Slowdowns(Protocol):
-    """Table of slowdowns: ``slow[a]`` is the row of task a."""
-
-    def __getitem__(self, task: int, /) -> "Sequence[float] | TaskSlowdowns": ...
-
-
-class TaskSlowdowns(Protocol):
-    """Row of slowdowns of one task: ``slow[a][b]`` is the fraction by which a takes longer while b runs."""
-
-    def __getitem__(self, task: int, /) -> float: ...
-
-
+Slowdowns = Sequence[Sequence[float] | Mapping[int, float]]
+"""Table of slowdowns, a row for each task."""
 Ended = Callable[[int, float], None]
 """Callback for every transfer that ends: it gets the lane's number and the ns since the begin of the call."""
 

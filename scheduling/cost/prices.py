@@ -1,6 +1,8 @@
 """Looks up the prices of operations in linked code: solo times, lanes, and tasks for contention."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from braid.scheduling.cost.profile import Profile
 from braid.scheduling.mesh.cluster import Stream
@@ -8,6 +10,7 @@ from braid.scheduling.mesh.mesh import is_tensor
 from braid.scheduling.model.operators import Kind
 from braid.scheduling.model.parameters import Parameters
 from braid.scheduling.model.stages import Move
+from braid.scheduling.schedule.buckets import summed_elements
 from braid.scheduling.schedule.code import Code
 from braid.scheduling.schedule.memory import DTYPE_BYTES, message_bytes, sent_width, sum_width
 from braid.scheduling.schedule.operations import (
@@ -17,6 +20,7 @@ from braid.scheduling.schedule.operations import (
     Node,
     Norm,
     Operation,
+    Receive,
     Reduce,
     Send,
     Start,
@@ -50,6 +54,9 @@ class Price:
     flops: int = 0
 
 
+_NOTHING = Price(-1, 0.0, Stream.COMPUTE)
+
+
 class Prices:
     """Computes and caches the prices of operations; raises `ValueError` if the profile lacks a cost."""
 
@@ -68,7 +75,9 @@ class Prices:
         self._prices: dict[int, Price] = {}
         """id of an operation of the code -> its price."""
         self._tasks: dict[tuple[str, Stream], int] = {}
-        self.slow = _ProfileSlowdowns(profile)
+        """(key, stream) of a task -> its number."""
+        self.slow: list[_Slowdowns] = []
+        """For every task, its slowdowns by others."""
         self.barrier_ns = float(profile.barrier_ns)
 
     def of(self, operation: Operation) -> Price:
@@ -80,6 +89,10 @@ class Prices:
 
     def _find(self, operation: Operation) -> Price:
         match operation:
+            case Start(Send()):  # before all else, since every message is an operation of its own
+                return self._message
+            case Wait(Send() | Receive()):
+                return _NOTHING
             case Compute(Node() as node):
                 return self._operator(node, 0.0, 0.0)
             case Start(Node() as node, lone=lone):
@@ -99,11 +112,8 @@ class Prices:
                 return Price(self._task("optimizer", Stream.COMPUTE), ns, Stream.COMPUTE)
             case Compute(Clip()):
                 return Price(self._task("optimizer", Stream.COMPUTE), 0.0, Stream.COMPUTE)
-            case Start(Send()):
-                payload = message_bytes(self._code.parts, DTYPE_BYTES[self._dtype])
-                return self._transfer("pp", Kind.SEND_RECEIVE, payload, payload)
             case Start(Reduce(int(chunk), axis, bucket, move) as reduce):
-                kind = Kind.REDUCE_SCATTER if self._scatters(axis) else Kind.ALL_REDUCE
+                kind = Kind.REDUCE_SCATTER if self._code.layout.mesh.shares_along(axis) else Kind.ALL_REDUCE
                 price = self._sharing(chunk, axis, kind, self._sent, bucket, move)
                 copies = 0.0 if move is None else self._copies(reduce, move)
                 return replace(price, busy_ns=copies + self._rounding(chunk, reduce))
@@ -115,7 +125,12 @@ class Prices:
                 return self._sharing(chunk, axis, Kind.ALL_GATHER, DTYPE_BYTES[self._dtype], bucket, move)
             case Wait(Gather(move=Move() as move) as gather):
                 return Price(-1, 0.0, Stream.COMPUTE, busy_ns=self._copies(gather, move))
-        return Price(-1, 0.0, Stream.COMPUTE)
+        return _NOTHING
+
+    @cached_property
+    def _message(self) -> Price:
+        payload = message_bytes(self._code.parts, DTYPE_BYTES[self._dtype])
+        return self._transfer("pp", Kind.SEND_RECEIVE, payload, payload)
 
     def _copies(self, what: Reduce | Gather, move: Move) -> float:
         """Return the ns in which a rank reorders blocks of data for one stage of a split sum or gather
@@ -126,10 +141,6 @@ class Prices:
         count = self._counts(what.chunk, what.bucket, isinstance(what, Gather)).dense // move.part
         return self._profile.copy_ns_per_byte * count * width
 
-    def _scatters(self, axis: str) -> bool:
-        """Return whether ranks along an axis each keep only a shard of the gradient sums (ZeRO)."""
-        return self._code.layout.zero > 0 and axis in ("dp", "edp")
-
     def _rounding(self, chunk: int, reduce: Reduce, *, back: bool = False) -> float:
         """Return the ns in which a rank rounds gradients before a sum's first stage or, with ``back``, copies
         the last stage's result back: it reads numbers of one width and writes numbers of the other."""
@@ -137,7 +148,7 @@ class Prices:
         if self._sent == self._summed or (move and (not move.last if back else move.number)):
             return 0.0
         count, ranks = self._shared(chunk, reduce.axis, reduce.bucket)
-        copied = count / ranks if back and self._scatters(reduce.axis) else count
+        copied = count / ranks if back and self._code.layout.mesh.shares_along(reduce.axis) else count
         return self._profile.copy_ns_per_byte * copied * (self._summed + self._sent) / 2
 
     def _operator(self, node: Node, taken: float, busy: float) -> Price:
@@ -162,7 +173,7 @@ class Prices:
         """
         count, ranks = self._shared(chunk, axis, bucket, gathers=kind is Kind.ALL_GATHER)
         if not count:
-            return Price(-1, 0.0, Stream.COMPUTE)  # nothing to move
+            return _NOTHING
         if move is not None:
             axis, kind, count, ranks = str(move.factor), move.kind, count // move.part, move.factor.size
         share = (ranks - 1) / ranks * (2 if kind is Kind.ALL_REDUCE else 1)
@@ -175,21 +186,13 @@ class Prices:
     def _shared(self, chunk: int, axis: str, bucket: int | None, *, gathers: bool = False) -> tuple[int, int]:
         """Return (number of a chunk's or bucket's parameters that are summed over an axis, or with
         ``gathers`` gathered; number of ranks along the axis)."""
-        layout = self._code.layout
-        parameters = self._counts(chunk, bucket, gathers)
-        match axis:
-            case "tp":
-                return parameters.whole + parameters.summed_apart("tp"), layout.tp
-            case "ends":
-                return parameters.tied // (layout.share_ranks if layout.zero > 1 else 1), 2
-            case "edp":
-                return parameters.experts, layout.expert_replicas
-            case axis if is_tensor(axis):
-                return parameters.summed_apart(axis), layout.mesh.size(layout.mesh.factors_of(axis))
-            case "replica":
-                return parameters.total // layout.share_ranks, layout.replicas
-            case _:
-                return parameters.dense, layout.data_ranks // layout.replicas
+        layout, parameters = self._code.layout, self._counts(chunk, bucket, gathers)
+        if axis == "replica":
+            return parameters.total // layout.share_ranks, layout.replicas
+        count = summed_elements(layout, parameters, axis)
+        if axis == "ends":
+            return count // (layout.share_ranks if layout.zero > 1 else 1), 2
+        return count, layout.mesh.size(layout.mesh.factors_of(axis))
 
     def _transfer(self, axis: str, kind: Kind, payload: int, sent_bytes: int) -> Price:
         along = "pp" if axis == "ends" else axis  # between stages
@@ -217,43 +220,25 @@ class Prices:
         the class of their stream."""
         if key not in self._profile.solo_ns:
             key = key if stream is Stream.COMPUTE else stream.value
-        return self.slow.task(key, stream)
+        if (key, stream) not in self._tasks:
+            self._tasks[key, stream] = len(self.slow)
+            self.slow.append(_Slowdowns(self.slow, self._profile, key, stream))
+        return self._tasks[key, stream]
 
 
-class _ProfileSlowdowns:
-    """Table of slowdowns between tasks, filled from the profile when two tasks first run together."""
+class _Slowdowns(dict[int, float]):
+    """Slowdowns of one task by others, looked up in the profile when both first run together."""
 
-    def __init__(self, profile: Profile) -> None:
-        self._profile = profile
-        self._numbers: dict[tuple[str, Stream], int] = {}
-        self._tasks: list[tuple[str, Stream]] = []
-        self._rows: list[_SlowdownRow] = []
-
-    def task(self, key: str, stream: Stream) -> int:
-        """Return the number of the task for an operator's key on a stream; new tasks get the next number."""
-        if (key, stream) not in self._numbers:
-            self._numbers[key, stream] = len(self._tasks)
-            self._tasks.append((key, stream))
-            self._rows.append(_SlowdownRow(self, key, stream))
-        return self._numbers[key, stream]
-
-    def __getitem__(self, task: int) -> "_SlowdownRow":
-        return self._rows[task]
-
-    def between(self, key: str, stream: Stream, other: int) -> float:
-        """Return the fraction by which an operator is slowed by task ``other``; it is 1 for two transfers on
-        one link, which they share."""
-        name, other_stream = self._tasks[other]
-        if stream is other_stream and stream is not Stream.COMPUTE:
-            return 1.0
-        return self._profile.slowdown(key, name)
-
-
-class _SlowdownRow(dict[int, float]):
-    def __init__(self, table: _ProfileSlowdowns, key: str, stream: Stream) -> None:
+    def __init__(self, rows: "Sequence[_Slowdowns]", profile: Profile, key: str, stream: Stream) -> None:
         super().__init__()
-        self._table, self._key, self._stream = table, key, stream
+        self._rows, self._profile = rows, profile
+        self._key, self._stream = key, stream
 
     def __missing__(self, other: int) -> float:
-        value = self[other] = self._table.between(self._key, self._stream, other)
+        row = self._rows[other]
+        if self._stream is row._stream and self._stream is not Stream.COMPUTE:
+            value = 1.0  # two transfers share their link
+        else:
+            value = self._profile.slowdown(self._key, row._key)
+        self[other] = value
         return value

@@ -18,7 +18,7 @@ from braid.scheduling.mesh.cluster import Stream
 from braid.scheduling.mesh.partition import WHOLE, Factor
 from braid.scheduling.model.operators import Kind, Operator, OperatorKey, Part
 from braid.scheduling.text.pattern import is_layer
-from braid.scheduling.text.records import from_mapping, require_positive, to_mapping
+from braid.scheduling.text.records import file_text, from_mapping, require_positive, to_mapping
 
 VERSION: Final = 7
 
@@ -166,11 +166,6 @@ class Profile:
         yield classes[0], second
         yield classes
 
-    def transfer_ns(self, axis: str, kind: Kind, payload_bytes: float) -> int:
-        """Return the time in ns of a transfer outside layers: a message along ``pp``, a gradient sum, a
-        gather."""
-        return self.transfer(axis, kind).ns(payload_bytes)
-
     def transfer(self, axis: str, kind: Kind) -> TransferFit:
         """Return the time function of a kind of transfer over an axis; raise `UnknownCostError` if there is
         none."""
@@ -275,9 +270,4 @@ def parse_profile(text: str, where: str) -> Profile:
 def read_profile(path: Path) -> Profile:
     """Read a profile from a JSON file; raise `ValueError` that names the file and a remedy if it is
     unusable."""
-    try:
-        return parse_profile(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        remedy = "make one with `braid profile --output`"
-        raise ValueError(f"profile {path} cannot be read: {reason}; {remedy}") from None
+    return parse_profile(file_text(path, "profile", "make one with `braid profile --output`"), str(path))

@@ -172,20 +172,6 @@ class Simulation:
         )
 
 
-def simulate(
-    code: Code,
-    shape: ModelShape,
-    profile: Profile,
-    *,
-    dtype: str = "bf16",
-    reduce_dtype: str | None = None,
-) -> Simulation:
-    """Simulate a step of validated linked code; raise `ValueError` if the profile lacks a cost."""
-    simulation = Simulation(code, shape, profile, dtype, reduce_dtype)
-    _ = simulation.ranks
-    return simulation
-
-
 @dataclass(frozen=True)
 class _Intervals:
     """Begins and ends of a rank's operations and blocks in nanoseconds, as arrays of shape (n, 2)."""

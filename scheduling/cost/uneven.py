@@ -28,9 +28,18 @@ def of_fullest_rank(profile: Profile, parts: Mapping[str, Part]) -> Profile:
     for part in parts.values():
         rows: set[str] = set()
         for graph in (part.forward, part.backward):
-            uneven = _on_rows(graph, rows)
-            added = _added(graph, uneven, profile, ratio, 0.0)
-            _ = _added(graph, uneven, profile, ratio, added, into=solo)
+            uneven, late = _on_rows(graph, rows), 0.0
+            # Time for which no collective has waited carries over to the next pass, which is the same again.
+            for op in graph.operators * 2:
+                alone = profile.solo_ns.get(op.key, 0)
+                if op.name in uneven:
+                    late += alone * (ratio - 1)
+                    solo |= {key: round(profile.solo_ns[key] * ratio) for key in _with_pieces(op, profile)}
+                elif op.axis is not None and not profile.transfers_alone:
+                    waited = min(late, alone)
+                    late -= waited
+                    if op.key in solo:
+                        solo[op.key] = round(alone - waited)
     return replace(profile, solo_ns=solo)
 
 
@@ -50,35 +59,6 @@ def _on_rows(graph: Graph, rows: set[str]) -> set[str]:
             if op.axis is None:
                 names.add(op.name)
     return names
-
-
-def _added(
-    graph: Graph,
-    uneven: set[str],
-    profile: Profile,
-    ratio: float,
-    before: float,
-    into: dict[str, int] | None = None,
-) -> float:
-    """Walk over a pass and return the ns that the fullest rank takes longer and no collective has waited for.
-
-    ``uneven``: operators that take ``ratio`` times as long; ``before``: the result for the previous pass;
-    ``into``: solo times that are changed to those of the fullest rank, if given.
-    """
-    added = before
-    for op in graph.operators:
-        alone = profile.solo_ns.get(op.key, 0)
-        if op.name in uneven:
-            added += alone * (ratio - 1)
-            if into is not None:
-                for key in _with_pieces(op, profile):
-                    into[key] = round(profile.solo_ns[key] * ratio)
-        elif op.axis is not None and not profile.transfers_alone:
-            waited = min(added, alone)
-            added -= waited
-            if into is not None and op.key in into:
-                into[op.key] = round(alone - waited)
-    return added
 
 
 def _with_pieces(op: Operator, profile: Profile) -> list[str]:

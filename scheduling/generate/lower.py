@@ -10,7 +10,7 @@ from braid.scheduling.generate.fixed_orders import fixed_order
 from braid.scheduling.generate.named import Pipeline
 from braid.scheduling.generate.partitions import with_partitions
 from braid.scheduling.generate.pipelines import BlockOrder, forward_only
-from braid.scheduling.generate.programs import own_program, program_of
+from braid.scheduling.generate.programs import graph_of, program_of, serial_program
 from braid.scheduling.generate.setting import Setting
 from braid.scheduling.generate.update import Stages, with_gathering, with_update
 from braid.scheduling.mesh.layout import ParallelLayout
@@ -180,9 +180,8 @@ def _programs(
     kinds = {pass_.kind for stage in stages for i in stage for pass_ in passes_in(i)}
     programs: dict[Sides, Program] = {}
     for kind in (kind for kind in PassKind if kind in kinds):
-        for name in parts:
-            side = Side(kind, name)
-            programs[side,] = own_program(side, parts, trains=True)
+        for name, part in parts.items():
+            programs[Side(kind, name),] = serial_program(graph_of(part, kind))
     blocks = (passes_in(i) for stage in stages for i in stage)
     together = dict.fromkeys(tuple(p.kind for p in passes) for passes in blocks if len(passes) > 1)
     orders = dict(choices.orders)
@@ -266,12 +265,15 @@ def validation_schedule(
     model: ModelShape, layout: ParallelLayout, micro_batches: int, parts: Mapping[str, Part]
 ) -> Schedule:
     """Return the schedule of a validation step: only forward passes, on the layout used for training."""
-    forwards = [Side(PassKind.FORWARD, name) for name in parts]
+    forward = PassKind.FORWARD
     stages = with_early_receives(with_transfers(forward_only(layout, micro_batches), layout))
     return Schedule(
         name="validation",
         chunks=layout.chunks,
         micro_batches=micro_batches,
         stages=with_gathering(stages, layout, buckets_of(parts, layout, layout.kinds(model.kinds))),
-        programs={(side,): own_program(side, parts, trains=False) for side in forwards},
+        programs={
+            (Side(forward, name),): serial_program(graph_of(part, forward, trains=False))
+            for name, part in parts.items()
+        },
     )

@@ -10,7 +10,6 @@ from typing import Any, Final, NamedTuple
 from braid.scheduling.generate.dualpipe_zero_bubble import dual_pipe_v, zero_bubble_v
 from braid.scheduling.generate.pipelines import (
     BlockOrder,
-    eager_one_forward_one_backward,
     eager_paired_w,
     folded_sub_batches,
     folded_w,
@@ -99,7 +98,7 @@ _TOGETHER = {
 
 PIPELINES: Final[Mapping[str, Pipeline]] = {
     "1f1b": _pipeline(one_forward_one_backward, Placement.LINEAR),
-    "eager_1f1b": _pipeline(eager_one_forward_one_backward, Placement.LINEAR),
+    "eager_1f1b": _pipeline(partial(one_forward_one_backward, eagerness=2), Placement.LINEAR),
     "folded": _pipeline(folded_w, Placement.FOLDED),
     "interleaved": _pipeline(interleaved, Placement.INTERLEAVED),
     "w": _pipeline(paired_w, Placement.FOLDED, Placement.LINEAR, pairs=True),

@@ -1,6 +1,6 @@
 """Checks whether a partition can cut its collective; an impossible one is refused with a one-line error."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from math import prod
 from typing import Final
 
@@ -25,28 +25,19 @@ def operators_beside(graph: Graph, op: Operator, most: int) -> list[Operator]:
     They are a GEMM, then activations; they follow a gather, or precede a scatter.
     """
     chain: list[Operator] = []
-    gathers = op.kind is Kind.ALL_GATHER
-    while len(chain) < most:
-        value = (chain[-1] if chain else op).writes[0] if gathers else (chain[-1] if chain else op).reads[0]
-        nearest = _reader(graph, value, chain) if gathers else _writer(graph, value)
-        kinds: Collection[Kind] = (Kind.ACTIVATION,) if chain else (Kind.GEMM,)
-        if nearest is None or nearest.kind not in kinds or not _plain(nearest):
+    for kind in (Kind.GEMM, *(Kind.ACTIVATION,) * most)[:most]:
+        last = chain[-1] if chain else op
+        if op.kind is Kind.ALL_GATHER:
+            value = last.writes[0]
+            beside = (o for o in graph.operators if value in o.reads and o.phase is not Phase.WEIGHT_GRADIENT)
+        else:
+            value = last.reads[0]
+            beside = (o for o in graph.operators if value in o.writes)
+        nearest = next((o for o in beside if o not in chain), None)
+        if nearest is None or nearest.kind is not kind or not len(nearest.reads) == len(nearest.writes) == 1:
             break
         chain.append(nearest)
     return chain
-
-
-def _plain(op: Operator) -> bool:
-    return len(op.reads) == len(op.writes) == 1 and op.phase is not Phase.WEIGHT_GRADIENT
-
-
-def _reader(graph: Graph, value: str, chain: Sequence[Operator]) -> Operator | None:
-    readers = (op for op in graph.operators if value in op.reads and op.phase is not Phase.WEIGHT_GRADIENT)
-    return next((op for op in readers if op not in chain), None)
-
-
-def _writer(graph: Graph, value: str) -> Operator | None:
-    return next((op for op in graph.operators if value in op.writes), None)
 
 
 def check_partition(partition: Partition, parts: Mapping[str, Part], layout: ParallelLayout) -> None:

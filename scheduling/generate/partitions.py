@@ -68,20 +68,21 @@ class _Cutter:
     original: Part
     partitions: Sequence[Partition]
     layout: ParallelLayout
-    _values: dict[str, Value] = field(default_factory=dict)
+    values: dict[str, Value] = field(default_factory=dict)
+    """The layer's values, to which cutting adds pieces."""
     _readers: dict[str, set[str]] = field(default_factory=dict)
     """Name of a value -> names of the operators, in both passes, that read it."""
 
     def part(self) -> Part:
         """Return the layer with its collectives cut."""
         part = self.original
-        self._values = dict(part.values)
+        self.values = dict(part.values)
         for op in (*part.forward.operators, *part.backward.operators):
             for name in op.reads:
                 self._readers.setdefault(name, set()).add(op.name)
         self._readers.setdefault(part.output, set()).add("the next part")
         forward, backward = self._graph(part.forward), self._graph(part.backward)
-        return replace(part, forward=forward, backward=backward, values=self._values)
+        return replace(part, forward=forward, backward=backward, values=self.values)
 
     def _graph(self, graph: Graph) -> Graph:
         taken: set[str] = set()
@@ -106,10 +107,6 @@ class _Cutter:
                 operators.append(op)
         return Graph(operators=tuple(operators))
 
-    def values(self) -> dict[str, Value]:
-        """Return the dictionary of the layer's values, to which cutting adds pieces."""
-        return self._values
-
     def read_by_others(self, value: str, *readers: str) -> bool:
         """Return whether any operator other than ``readers`` reads the value, so that it must exist as a
         whole."""
@@ -126,7 +123,7 @@ class _Cutting:
     adjacent: Sequence[Operator]
 
     def __post_init__(self) -> None:
-        op, self.values = self.op, self.layer.values()
+        op, self.values = self.op, self.layer.values
         assert op.axis is not None
         self.axis = op.axis
         self.gathers = op.kind is Kind.ALL_GATHER

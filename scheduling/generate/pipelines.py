@@ -29,25 +29,14 @@ def alone(*passes: Pass) -> list[Block]:
     return [Block((pass_,)) for pass_ in passes]
 
 
-def one_forward_one_backward(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
+def one_forward_one_backward(layout: ParallelLayout, micro_batches: int, eagerness: int = 1) -> BlockOrder:
     """Return the 1F1B pipeline with one chunk per stage: stage i runs p-1-i forward passes ahead, then
     alternates.
 
-    Stage i holds at most p-i micro-batches (Narayanan et al. 2021).
+    Stage i holds at most p-i micro-batches (Narayanan et al. 2021). With ``eagerness`` 2 twice as many passes
+    run ahead, so that a message has the time of a forward and a backward pass to arrive, where the next block
+    would wait for it, and stage i holds at most 2(p-i)-1 (eager-1F1B of Zhuang et al., MLSys 2023).
     """
-    return _alternating(layout, micro_batches, 1)
-
-
-def eager_one_forward_one_backward(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
-    """Return 1F1B with twice as many passes ahead: stage i first runs 2(p-1-i) forward passes.
-
-    A message then has the time of a forward and a backward pass to arrive; in 1F1B the next block waits for
-    it. Stage i holds at most 2(p-i)-1 micro-batches (eager-1F1B of Zhuang et al., MLSys 2023).
-    """
-    return _alternating(layout, micro_batches, 2)
-
-
-def _alternating(layout: ParallelLayout, micro_batches: int, eagerness: int) -> BlockOrder:
     assert layout.placement is Placement.LINEAR, "1F1B runs one chunk per stage"
     stages = []
     for stage in range(layout.pp):
@@ -280,7 +269,10 @@ def forward_only(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
                 for stage in range(layout.pp)
             )
         case Placement.FOLDED:
-            return _forwards_of(folded_w(layout, micro_batches))
+            return tuple(
+                tuple(alone(*(p for block in stage for p in block.passes if p.forward)))
+                for stage in folded_w(layout, micro_batches)
+            )
         case Placement.INTERLEAVED:
             groups = [range(m, min(m + layout.pp, micro_batches)) for m in range(0, micro_batches, layout.pp)]
             return tuple(
@@ -292,7 +284,3 @@ def forward_only(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
                 )
                 for stage in range(layout.pp)
             )
-
-
-def _forwards_of(order: BlockOrder) -> BlockOrder:
-    return tuple(tuple(alone(*(p for block in stage for p in block.passes if p.forward))) for stage in order)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from braid.scheduling.model.operators import Graph, Kind, Operator, Part, Phase
 from braid.scheduling.schedule.operations import Barrier, Compute, Operation, PassKind, Start, Wait
 from braid.scheduling.schedule.order import Issue, Order, OrderSegment
-from braid.scheduling.schedule.schedule import Program, Side, Sides
+from braid.scheduling.schedule.schedule import Program, Sides
 from braid.scheduling.schedule.text import write_sides, write_step
 
 
@@ -171,8 +171,3 @@ def _check_left(label: str, graph: Graph, turn: int, done: set[str]) -> None:
                 raise ValueError(
                     f"{label}: {written[name]} is left to the end, but {turn}:{op.name} needs it"
                 )
-
-
-def own_program(side: Side, parts: Mapping[str, Part], *, trains: bool) -> Program:
-    """Return the serial program of one pass through a unit, for passes without a decided order."""
-    return serial_program(graph_of(parts[side.unit], side.kind, trains=trains))

@@ -18,7 +18,7 @@ from braid.scheduling.mesh.partition import Partition
 from braid.scheduling.model.fit import check_fit
 from braid.scheduling.model.recompute import policies_of, with_policies
 from braid.scheduling.model.shape import CONTEXT_MODES, ModelShape, Workload
-from braid.scheduling.model.sizes import PartSizes, part_sizes
+from braid.scheduling.model.sizes import PartSizes
 from braid.scheduling.schedule.memory import DTYPE_BYTES
 from braid.scheduling.schedule.states import ADAMW, OptimizerStates
 from braid.scheduling.text.suggestions import must_be_one_of
@@ -105,7 +105,6 @@ class Setting:
 
     @property
     def kind(self) -> ScheduleKind:
-        """Properties of the named schedule."""
         return SCHEDULES[self.schedule]
 
     @property
@@ -141,7 +140,7 @@ class Setting:
         ``streams``: mesh axis -> stream of its collectives.
         """
         micro_batch = self.workload.micro_batch
-        return part_sizes(self.model, self.layout, micro_batch, streams, self.context, self.recompute)
+        return PartSizes(self.model, self.layout, micro_batch, streams, self.context, self.recompute)
 
     @property
     def micro_batches(self) -> int:

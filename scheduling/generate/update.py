@@ -1,7 +1,6 @@
 """Adds to stages what follows backward passes: gradient sums, norm, update, and with ZeRO parameter
 gathers."""
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -35,10 +34,7 @@ def with_update(stages: Stages, layout: ParallelLayout, buckets: Buckets, *, ear
     updated = []
     for number, stage in enumerate(stages):
         axes = {chunk: buckets.axes(chunk) for chunk in layout.chunks_of(number)}
-        if layout.zero > 1:
-            instructions, remaining = _sums_of_all(stage, axes)
-        else:
-            instructions, remaining = _sums_of_last(stage, axes, early=early)
+        instructions, remaining = _with_sums(stage, axes, of_all=layout.zero > 1, early=early)
         for index in range(max(map(len, remaining.values()), default=0)):  # one axis of all chunks at a time
             sums = [Reduce(chunk, order[index]) for chunk, order in remaining.items() if index < len(order)]
             instructions += [*map(Start, sums), *map(Wait, sums)]
@@ -53,66 +49,43 @@ _Axes = Mapping[int, tuple[str, ...]]
 """Chunk -> axes over which its gradients are summed."""
 
 
-def _sums_of_all(stage: Sequence[Instruction], axes: _Axes) -> tuple[list[Instruction], _Axes]:
-    """Add gradient sums to every block with a backward pass (ZeRO 2).
-
-    Returns the instructions, and the axes over which chunks are still to be summed.
-    """
-    instructions: list[Instruction] = []
-    within = {
-        c: tuple(axis for axis in all_ if is_tensor(axis) or axis in SUMMED) for c, all_ in axes.items()
-    }
-    last = {p.chunk: position for position, i in enumerate(stage) for p in passes_in(i)}
-    for position, instruction in enumerate(stage):
-        backward = dict.fromkeys(p.chunk for p in passes_in(instruction) if p.kind in ENDING)
-        if backward:
-            assert isinstance(instruction, Block)
-            sums = [
-                Reduce(chunk, axis)
-                for chunk in backward
-                for axis in within[chunk]
-                if axis != "replica" or last[chunk] == position  # shares are summed once a step
-            ]
-            instruction = replace(instruction, sums=tuple(sums))
-        instructions.append(instruction)
-    instructions += [Wait(Reduce(c, axis)) for c in last for axis in within[c] if not is_tensor(axis)]
-    remaining = {c: tuple(axis for axis in all_ if axis not in within[c]) for c, all_ in axes.items()}
-    return instructions, remaining
-
-
-def _sums_of_last(
-    stage: Sequence[Instruction], axes: _Axes, *, early: bool
+def _with_sums(
+    stage: Sequence[Instruction], axes: _Axes, *, of_all: bool, early: bool
 ) -> tuple[list[Instruction], _Axes]:
-    """Add gradient sums to or behind the last block of each chunk if ``early``, else none.
+    """Add gradient sums to every block with a backward pass (``of_all``, ZeRO 2) or, if ``early``, to or
+    behind the last block of each chunk.
 
     Returns the instructions, and the axes over which chunks are still to be summed.
     """
-    remaining = dict(axes)
     last = {p.chunk: position for position, i in enumerate(stage) for p in passes_in(i)}
-    instructions: list[Instruction] = []
-    under_way: list[Instruction] = []
-    ends: dict[int, list[int]] = defaultdict(list)
-    for chunk, position in last.items() if early else ():
-        if "ends" not in axes[chunk]:
-            ends[position].append(chunk)
+    remaining, instructions = dict(axes), list[Instruction]()
+    within: dict[int, list[str]] = {}
+    """Chunk -> axes over which blocks sum its gradients."""
     for position, instruction in enumerate(stage):
-        if position not in ends:
+        if not isinstance(instruction, Block):
             instructions.append(instruction)
             continue
-        ended = ends[position]
-        within = [c for c in ended if any(axis in SUMMED for axis in axes[c])]
-        if within:
-            assert isinstance(instruction, Block)
-            sums = [Reduce(chunk, axis) for chunk in within for axis in remaining.pop(chunk)]
-            instruction = replace(instruction, sums=tuple(sums))
-            under_way += [Wait(reduce) for reduce in sums if not is_tensor(reduce.axis)]
-        instructions.append(instruction)
-        for chunk in [c for c in ended if c not in within]:
-            for axis in remaining.pop(chunk):
-                instructions.append(Start(Reduce(chunk, axis)))
-                waits = under_way if axis in SUMMED else instructions
-                waits.append(Wait(Reduce(chunk, axis)))
-    return [*instructions, *under_way], remaining
+        sums: list[Reduce] = []
+        behind: list[Reduce] = []
+        for chunk in dict.fromkeys(p.chunk for p in instruction.passes if p.kind in ENDING):
+            final = last[chunk] == position
+            if of_all:
+                within[chunk] = [axis for axis in axes[chunk] if is_tensor(axis) or axis in SUMMED]
+                remaining[chunk] = tuple(axis for axis in axes[chunk] if axis not in within[chunk])
+                # Shares are summed over replicas once a step.
+                sums += [Reduce(chunk, axis) for axis in within[chunk] if axis != "replica" or final]
+            elif early and final and "ends" not in axes[chunk]:
+                reduces = [Reduce(chunk, axis) for axis in remaining.pop(chunk)]
+                if any(axis in SUMMED for axis in axes[chunk]):
+                    within[chunk] = [*axes[chunk]]
+                    sums += reduces
+                else:
+                    behind += reduces
+        block = replace(instruction, sums=tuple(sums)) if sums else instruction
+        instructions += [block, *(kind(reduce) for reduce in behind for kind in (Start, Wait))]
+    order = last if of_all else within
+    waits = [Wait(Reduce(c, axis)) for c in order for axis in within.get(c, ()) if not is_tensor(axis)]
+    return [*instructions, *waits], remaining
 
 
 def with_gathering(

@@ -90,10 +90,6 @@ class ParallelLayout:
         """Tensor-parallel degrees below ``tp`` that some layers have, ascending."""
         return tuple(sorted({*self.tensor_degrees} - {self.tp}))
 
-    @cached_property
-    def _kinds(self) -> dict[tuple[str, ...], tuple[str, ...]]:
-        return {}
-
     def kinds(self, kinds: tuple[str, ...]) -> tuple[str, ...]:
         """Return the kind of every layer, given the kinds in the model's pattern.
 
@@ -101,12 +97,8 @@ class ParallelLayout:
         """
         if not self.tensor_degrees:
             return kinds
-        if kinds not in self._kinds:
-            degrees = zip(kinds, self.tensor_degrees, strict=True)
-            self._kinds[kinds] = tuple(
-                kind if degree == self.tp else Variant(kind, degree) for kind, degree in degrees
-            )
-        return self._kinds[kinds]
+        degrees = zip(kinds, self.tensor_degrees, strict=True)
+        return tuple(kind if degree == self.tp else Variant(kind, degree) for kind, degree in degrees)
 
     @property
     def sample_ranks(self) -> int:
@@ -136,7 +128,6 @@ class ParallelLayout:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks that the layout needs."""
         return self.data_ranks * self.tp * self.pp
 
     @property
@@ -155,7 +146,6 @@ class ParallelLayout:
         return self.stage_of(0) != self.stage_of(self.chunks - 1)
 
     def degree(self, axis: str) -> int:
-        """Return the number of ranks along a mesh axis."""
         return int(getattr(self, axis))
 
     def stage_of(self, chunk: int) -> int:

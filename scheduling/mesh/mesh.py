@@ -142,7 +142,7 @@ def training_mesh(
     """
     tensor = _tensor_factors(tp, degrees)
     inside = {degree: tuple(name for name, _, up_to in tensor if up_to <= degree) for degree in degrees}
-    of_layers = [(tensor_axis(degree), inside[degree]) for degree in degrees]
+    of_layers: list[tuple[str, tuple[str, ...]]] = [(tensor_axis(d), inside[d]) for d in degrees]
     of_layers += [(beyond(d), tuple(n for n, _, _ in tensor if n not in inside[d])) for d in degrees if d > 1]
     inner = max(1, ep // cp), min(ep, cp)
     of_dp, of_cp = _factored("dp", dp, inner[0]), _factored("cp", cp, inner[1])
@@ -163,20 +163,24 @@ def training_mesh(
     )
 
 
-def tensor_axis(degree: int) -> str:
+class TensorAxis(str):
+    """Name of an axis that is a part of ``tp``."""
+
+
+def tensor_axis(degree: int) -> TensorAxis:
     """Return the name of the axis over which layers of a tensor-parallel degree below ``tp`` are cut."""
-    return f"tp{degree}"
+    return TensorAxis(f"tp{degree}")
 
 
 def beyond(degree: int) -> str:
     """Return the name of the axis of ``tp`` ranks that hold the same slices of layers of tensor-parallel
     degree ``degree`` (below ``tp``) and process different samples."""
-    return "tp" if degree == 1 else f"tp_beyond_{degree}"
+    return "tp" if degree == 1 else TensorAxis(f"tp_beyond_{degree}")
 
 
 def is_tensor(axis: str) -> bool:
     """Return whether an axis is ``tp`` or a part of ``tp``."""
-    return axis.startswith("tp")
+    return axis == "tp" or isinstance(axis, TensorAxis)
 
 
 def _tensor_factors(tp: int, degrees: Sequence[int]) -> list[tuple[str, int, int]]:

@@ -85,7 +85,6 @@ class Factor(str):
 
     @property
     def size(self) -> int:
-        """Number of ranks along this dimension."""
         return self.mesh[self.dim]
 
     @property

@@ -4,7 +4,7 @@ A value is a number of tokens on this rank x a width, which may be cut over tens
 operator's FLOPs, the values it keeps for its backward pass and the bytes a collective sends follow from these
 sizes; nothing is priced by hand. A method defines a kind completely: the size of its result, FLOPs,
 parameters, saved values and the inputs of its backward pass. This file has the operators of a single rank and
-the model's ends; attention, experts and collectives have files of their own.
+the model's ends; `parallel.py` has those of several ranks.
 """
 
 from collections.abc import Mapping
@@ -12,15 +12,14 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
-from braid.scheduling.model.attention import AttentionBuilder
-from braid.scheduling.model.experts import ExpertBuilder
 from braid.scheduling.model.graph import Dims, gradient_of
 from braid.scheduling.model.operators import Kind, Phase, Precision
+from braid.scheduling.model.parallel import ParallelBuilder
 
 NOTHING: Final[Mapping[str, int]] = MappingProxyType({})
 
 
-class LayerBuilder(AttentionBuilder, ExpertBuilder):
+class LayerBuilder(ParallelBuilder):
     """Writes the forward graph of a part of the model; every method returns the name of its result.
 
     Collectives over an axis of degree one are left out: their methods return the input's name. Methods raise
@@ -40,7 +39,7 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
         statistics = self._value(f"{name}.statistics", numbers, Precision.STATISTIC)
         op = self._emit(name, Kind.NORM, (x,), (y, statistics))
         for _ in ("weight", "bias") if self.shape.norms_center else ("weight",):
-            self._holds(name, whole=dims.width)
+            self._holds(name, dims.width, "whole")
         self._gradient_with_skip(self._gradient_of_all(op, (f"d.{y}", x, statistics)), x)
         return y
 
@@ -56,7 +55,7 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
         statistics = self._value(f"{name}.statistics", numbers, Precision.STATISTIC)
         op = self._emit(name, Kind.NORM, (qkv,), (y, statistics))
         for _ in ("q", "k"):
-            self._holds(name, whole=shape.head_dim)
+            self._holds(name, shape.head_dim, "whole")
         self._one_gradient(self._gradient_of_all(op, (f"d.{y}", qkv, statistics)), (qkv,))
         return y
 
@@ -84,7 +83,7 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
         kind = Kind.GEMM if experts is None else Kind.GROUPED_GEMM
         result = Dims(self.dims(x).tokens, width, self.sizes.tensor)
         y = self._matrix(name, x, result, kind, experts, matrices, hidden=hidden)
-        self._holds(name, cut=width // self.sizes.tensor if bias else 0)
+        self._holds(name, width // self.sizes.tensor if bias else 0)
         return y
 
     def rows(self, name: str, x: str, width: int, *, experts: str | None = None, matrix: str = "") -> str:
@@ -105,8 +104,8 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
         x: str,
         result: Dims,
         kind: Kind,
-        sizes: str | None = None,
-        matrices: Mapping[str, int] = NOTHING,
+        sizes: str | None,
+        matrices: Mapping[str, int],
         *,
         hidden: bool = True,
     ) -> str:
@@ -118,12 +117,9 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
         op = self._emit(name, kind, (x, *row_counts), (y,), flops=flops)
         if kind is Kind.GROUPED_GEMM:
             expert_elements = self.shape.experts * weights // (self.sizes.tensor * self.sizes.ep)
-            if self.sizes.ep > 1:
-                self._holds(name, experts=expert_elements, matrix=hidden)
-            else:
-                self._holds(name, cut=expert_elements, matrix=hidden)
+            self._holds(name, expert_elements, "experts" if self.sizes.ep > 1 else "cut", matrix=hidden)
         else:
-            self._holds(name, cut=weights // self.sizes.tensor, matrix=hidden)
+            self._holds(name, weights // self.sizes.tensor, matrix=hidden)
         # An adapter's weight gradients recompute its inner product forward and backward: twice its FLOPs.
         weight_flops = 4 * result.tokens * adapters if adapters else None
         self._both_gradients(op, (f"d.{y}",), (x,), (x,), row_counts, weight_flops)
@@ -142,8 +138,8 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
         inner, outer = x.width * lora.rank * len(outputs), sum(outputs) * lora.rank
         whole, cut = (inner, outer) if result.cut > 1 or x.cut == 1 else (outer, inner)
         cut //= self.sizes.tensor
-        self._holds(name, cut=cut, adapter=True)
-        self._holds(name, whole=whole, adapter=True)
+        self._holds(name, cut, adapter=True)
+        self._holds(name, whole, "whole", adapter=True)
         return cut + whole
 
     def activation(self, name: str, x: str) -> str:
@@ -168,7 +164,7 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
             self._stream.add(y)
             numbers = self._token_numbers()
         op = self._emit(name, Kind.RESIDUAL, (branch, skip, *numbers), (y,))
-        self._holds(name, whole=self.dims(skip).width if bias else 0)
+        self._holds(name, self.dims(skip).width if bias else 0, "whole")
         gradient = self._gradient_of_all(op, (f"d.{y}", *numbers))
         self._one_gradient(gradient, (branch, skip), alias=f"d.{y}", apart=(branch,) if numbers else ())
         return y
@@ -216,7 +212,7 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
         saved_count = sum(self.dims(x).elements for x in reads) if saved_elements is None else saved_elements
         saved = self._value(f"{name}.saved", Dims(1, saved_count))
         op = self._emit(name, Kind.CUSTOM, reads, (y, saved), flops=flops)
-        self._holds(name, cut=parameters, matrix=True)
+        self._holds(name, parameters, matrix=True)
         receivers = tuple(x for x in reads if x not in self._constants)
         # one operator, with the FLOPs of both gradients
         gradient = gradient_of(op, (f"d.{y}", saved), "dgrad", Phase.GRADIENT, flops=2 * flops)
@@ -231,7 +227,7 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
         y = self._value(f"{name}.out", Dims(self.dims(tokens).tokens, self.shape.hidden))
         op = self._emit(name, Kind.EMBEDDING, (tokens,), (y,))
         rows = self.sizes.vocabulary_rows
-        self._holds(name, cut=rows * self.shape.hidden, tied=self.shape.tied_head)
+        self._holds(name, rows * self.shape.hidden, "tied" if self.shape.tied_head else "cut")
         if not self.frozen:
             self._one_gradient(gradient_of(op, (f"d.{y}", tokens), "wgrad", Phase.WEIGHT_GRADIENT), ())
         return y
@@ -241,7 +237,7 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
         documents = (self._documents(),) if self.shape.documents else ()
         y = self._value(f"{name}.out", self.dims(x))
         op = self._emit(name, Kind.EMBEDDING, (x, *documents), (y,))
-        self._holds(name, whole=self.shape.sequence * self.shape.hidden)
+        self._holds(name, self.shape.sequence * self.shape.hidden, "whole")
         self._one_gradient(self._gradient_of_all(op, (f"d.{y}", *documents)), (x,), alias=f"d.{y}")
         return y
 

@@ -4,11 +4,6 @@ from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.model.shape import ModelShape, Workload
 
 
-def check_runnable(shape: ModelShape, layout: ParallelLayout) -> None:
-    """Check that a model and layout can be executed, and not only planned and simulated."""
-    assert not layout.head_layers, "no configuration sets it"
-
-
 def check_fit(shape: ModelShape, layout: ParallelLayout, workload: Workload) -> None:
     """Raise `ValueError` if model or batch cannot be cut into equal parts as the layout requires."""
     for key in ("heads", "kv_heads", "ffn", "expert_ffn"):

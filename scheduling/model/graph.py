@@ -6,11 +6,12 @@ This file holds the code that all kinds of operators share; the kinds are method
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from braid.scheduling.mesh.cluster import Stream
+from braid.scheduling.mesh.mesh import beyond
 from braid.scheduling.model.operators import Graph, Kind, Operator, Part, Phase, Precision, Value
-from braid.scheduling.model.parameters import HeldTensor, Parameters
+from braid.scheduling.model.parameters import HeldAs, HeldTensor, Parameters
+from braid.scheduling.model.sizes import PartSizes
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,15 @@ class GraphBuilder:
     """A part of the model under construction: its values, its operators in order, and how to differentiate
     each operator."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.beyond = ""
+    def __init__(self, name: str, sizes: PartSizes) -> None:
+        self.name, self.sizes, self.shape = name, sizes, sizes.shape
+        self.beyond = beyond(sizes.own) if sizes.own else ""
         """Axis of the ranks of ``tp`` that hold copies of the part's matrices, since its tensor-parallel
         degree is smaller than ``tp``; empty otherwise."""
-        self.frozen = False
+        self.frozen = sizes.shape.lora is not None
         """Whether parameters are not trained, unless they are adapters."""
+        self._stream: set[str] = set()
+        """Names of values that hold the residual stream."""
         self._dims: dict[str, Dims] = {}
         self._values: dict[str, Value] = {}
         self._inputs: list[str] = []
@@ -105,45 +108,26 @@ class GraphBuilder:
     def _holds(
         self,
         module: str,
+        elements: int,
+        held: HeldAs = "cut",
         *,
-        cut: int = 0,
-        whole: int = 0,
-        experts: int = 0,
-        tied: bool = False,
         adapter: bool = False,
         matrix: bool = False,
     ) -> None:
         """Add a tensor to a module's parameters on a rank, in the order in which the module holds them.
 
-        ``cut``: its slice of parameters that are cut over ``tp``; ``whole``: parameters that every rank of
-        ``tp`` holds; ``experts``: parameters of its experts; ``tied``: whether the cut ones are the table
-        that embedding and head share; ``adapter``: whether they are trained while other parameters are
-        frozen; ``matrix``: whether it holds matrices of hidden layers.
+        ``elements``: number on this rank; with 0 nothing is added. ``adapter``: whether the tensor is trained
+        while other parameters are frozen; ``matrix``: whether it holds matrices of hidden layers.
         """
+        apart: tuple[str, ...] = ()
+        if self.beyond and held != "whole":
+            apart = (self.beyond, "edp" if held == "experts" else "dp")
+        if apart == ("tp", "dp"):  # every rank of tp holds the whole tensor
+            held, apart = "whole", ()
         counts = self._frozen if self.frozen and not adapter else self._modules
-        tied_too = cut if tied else 0
-        apart: dict[tuple[str, ...], int] = {}
-        if self.beyond == "tp":
-            whole, cut = whole + cut, 0
-        elif self.beyond:
-            apart[self.beyond, "dp"] = cut
-        if self.beyond:
-            apart[self.beyond, "edp"] = experts
-        place: Literal["cut", "whole", "tied", "experts"] = "experts" if experts else "cut"
-        if place == "cut" and (whole or tied):
-            place = "whole" if whole else "tied"
-        axes = next((axes for axes, count in apart.items() if count), ())
-        tensor = HeldTensor(whole + cut + experts, place, matrix, axes)
-        added = Parameters(
-            dense=cut + whole,
-            experts=experts,
-            whole=whole,
-            tied=tied_too,
-            apart=tuple((axes, count) for axes, count in apart.items() if count),
-            tensors=(tensor,) if tensor.elements else (),
-        )
-        if added.total:
-            counts[module] = counts.get(module, Parameters()) + added
+        if elements:
+            tensor = HeldTensor(elements, held, matrix, apart)
+            counts[module] = counts.get(module, Parameters()) + Parameters((tensor,))
 
     def _trains(self, module: str) -> bool:
         """Return whether a module has weight gradients: all have, unless parameters are frozen and the module

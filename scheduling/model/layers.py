@@ -11,7 +11,7 @@ from dataclasses import replace
 from braid.scheduling.model.builder import LayerBuilder
 from braid.scheduling.model.operators import Part
 from braid.scheduling.model.parameters import Parameters
-from braid.scheduling.model.recompute import with_recompute
+from braid.scheduling.model.recompute import policy_of_all, with_recompute
 from braid.scheduling.model.sizes import PartSizes
 from braid.scheduling.text.pattern import DENSE, ENDS, UNIFORM, base_kind, built_in_kinds, own_recompute
 
@@ -118,9 +118,7 @@ def head(sizes: PartSizes) -> Part:
 
 
 def _tied(table: Parameters) -> Parameters:
-    """Return the counts of a head's table as counts of a table that the embedding holds too."""
-    tensors = tuple(replace(tensor, place="tied") for tensor in table.tensors)
-    return replace(table, tied=table.dense, tensors=tensors)
+    return Parameters(tuple(replace(tensor, held="tied") for tensor in table.tensors))
 
 
 def model_parts(sizes: PartSizes, layers: Mapping[str, LayerGraph]) -> dict[str, Part]:
@@ -128,10 +126,10 @@ def model_parts(sizes: PartSizes, layers: Mapping[str, LayerGraph]) -> dict[str,
 
     ``layers``: kind of layer -> function that writes its graph.
     """
-    kinds = dict.fromkeys(sizes.kinds or sizes.shape.kinds)
+    kinds, of_all = dict.fromkeys(sizes.kinds), policy_of_all(sizes.recompute, sizes.shape.layers)
     of_layers = (layer_part(sizes, kind, layers[base_kind(kind)]) for kind in kinds)
     parts = (embedding(sizes), *of_layers, head(sizes))
-    return {p.name: with_recompute(p, own_recompute(p.name) or sizes.recompute) for p in parts}
+    return {p.name: with_recompute(p, own_recompute(p.name) or of_all) for p in parts}
 
 
 def built_in_parts(sizes: PartSizes) -> dict[str, Part]:

@@ -32,8 +32,6 @@ class Phase(StrEnum):
 
 
 class Kind(StrEnum):
-    """The kind of an operator."""
-
     GEMM = "gemm"
     ATTENTION = "attention"
     ROTARY = "rotary"
@@ -60,7 +58,6 @@ class Kind(StrEnum):
 
     @property
     def communicates(self) -> bool:
-        """Whether the operator is a collective."""
         return self in _COLLECTIVES
 
 
@@ -208,7 +205,6 @@ class Operator:
 
     @property
     def adds_gradients(self) -> bool:
-        """Whether the operator adds to the gradients of parameters."""
         return self.phase in (Phase.WEIGHT_GRADIENT, Phase.GRADIENT)
 
 

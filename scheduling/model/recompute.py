@@ -53,7 +53,7 @@ def with_policies(kinds: Sequence[str], recompute: str) -> tuple[str, ...]:
     )
 
 
-def of_all(recompute: str, layers: int) -> str:
+def policy_of_all(recompute: str, layers: int) -> str:
     """Return the recompute policy of parts without their own: that of all layers, or ``none`` if layers
     differ."""
     policies = set(policies_of(recompute, layers))

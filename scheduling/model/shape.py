@@ -17,6 +17,11 @@ FAMILIES: Final = ("llama", "gpt", "moe")
 
 _NOT_OF_GPT: Final = ("rotary_scaling", "qkv_bias", "projection_bias", "head_bias", "head_norm", "layer_norm")
 
+_SIZES: Final = ("hidden", "ffn", "layers", "heads", "kv_heads", "head_dim", "vocabulary", "sequence")
+
+_LOSSES: Final = ("balance_loss", "balance_rate", "z_loss")
+_NOT_NEGATIVE: Final = ("capacity_factor", *_LOSSES, "expert_ffn", "shared_experts", "mixer_jitter")
+
 CONTEXT_MODES: Final = ("all_gather", "ring")
 
 OF_TRAINING: Final = ("documents", "dropout", "label_smoothing", "logit_z_loss")
@@ -99,8 +104,7 @@ class ModelShape:
     """Adapters, which are trained in place of the model's own parameters; None: the latter are trained."""
 
     def __post_init__(self) -> None:
-        sizes = ("hidden", "ffn", "layers", "heads", "kv_heads", "head_dim", "vocabulary", "sequence")
-        require_at_least_one("model", self, sizes)
+        require_at_least_one("model", self, _SIZES)
         object.__setattr__(self, "pattern", pattern_of(self.kinds))
         if self.family not in FAMILIES:
             raise ValueError(f"model.family={self.family!r} {must_be_one_of(self.family, FAMILIES)}")
@@ -166,7 +170,6 @@ class ModelShape:
         return {**found, **gate, "up": (hidden, width), "down": (width, hidden)}
 
     def adapter_parameters(self) -> int:
-        """Return the number of parameters of all adapters."""
         if (lora := self.lora) is None:
             return 0
         adapted = (size for kind in self.kinds for at, size in self.matrices(kind).items() if lora.adapts(at))
@@ -209,15 +212,7 @@ class ModelShape:
                 f"model.top_k={self.top_k} must be between 1 and model.experts={self.experts} "
                 f"for model.family moe"
             )
-        for name in (
-            "capacity_factor",
-            "balance_loss",
-            "balance_rate",
-            "z_loss",
-            "expert_ffn",
-            "shared_experts",
-            "mixer_jitter",
-        ):
+        for name in _NOT_NEGATIVE:
             if not getattr(self, name) >= 0:
                 raise ValueError(f"model.{name}={getattr(self, name)} must be at least 0")
         for name in ("softmax_after", "balance_rate"):
@@ -234,7 +229,6 @@ class ModelShape:
 
     @property
     def expert_layers(self) -> int:
-        """Number of layers with experts."""
         return self.layers - self.kinds.count(DENSE) if self.experts else 0
 
     @property

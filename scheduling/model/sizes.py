@@ -1,36 +1,50 @@
 """Sizes on one rank, which determine the graphs of a model's parts."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from braid.scheduling.mesh.cluster import Stream
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.mesh.mesh import tensor_axis
-from braid.scheduling.model.recompute import of_all, with_policies
+from braid.scheduling.model.recompute import with_policies
 from braid.scheduling.model.shape import ModelShape
 from braid.scheduling.text.pattern import own_degree
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PartSizes:
-    """Model shape, micro-batch and parallel degrees, from which all sizes of parts on one rank follow."""
+    """Model shape, layout and micro-batch, from which all sizes of parts on one rank follow."""
 
     shape: ModelShape
-    tp: int
+    layout: ParallelLayout
     micro_batch: int
     """Number of samples in a micro-batch, which a group of ``tp`` ranks processes together."""
-    kinds: tuple[str, ...] = ()
-    """Kind of every layer, including variants; empty: the kinds in the model's shape."""
-    own: int = 0
-    """Tensor-parallel degree of the part if it differs from ``tp`` (set by `of_kind`), else 0."""
-    cp: int = 1
-    ep: int = 1
-    recompute: str = "none"
-    """Recompute policy of parts without a policy of their own (`own_recompute`)."""
+    streams: Mapping[str, Stream] | None = None
+    """Axis -> stream of its collectives; an axis that is not listed stays inside the node."""
     context: str = "all_gather"
     """How context parallelism exchanges keys and values: ``all_gather`` or ``ring``."""
-    streams: Mapping[str, Stream] = field(default_factory=dict)
-    """Axis -> stream of its collectives; an axis that is not listed stays inside the node."""
+    recompute: str = "none"
+    """One recompute policy, or a policy for each layer (`policies_of`)."""
+    own: int = 0
+    """Tensor-parallel degree of the part if it differs from ``tp`` (set by `of_kind`), else 0."""
+
+    @cached_property
+    def kinds(self) -> tuple[str, ...]:
+        """Kind of every layer, including variants."""
+        return with_policies(self.layout.kinds(self.shape.kinds), self.recompute)
+
+    @property
+    def tp(self) -> int:
+        return self.layout.tp
+
+    @property
+    def cp(self) -> int:
+        return self.layout.cp
+
+    @property
+    def ep(self) -> int:
+        return self.layout.ep
 
     def of_kind(self, kind: str) -> "PartSizes":
         """Return the sizes for a layer of the given kind, which may have its own tensor-parallel degree."""
@@ -48,11 +62,11 @@ class PartSizes:
 
     def degree(self, axis: str) -> int:
         """Return the number of ranks along an axis over which layers communicate."""
-        return {"tp": self.tp, self.tensor_axis: self.tensor, "cp": self.cp, "ep": self.ep}[axis]
+        return self.tensor if axis == self.tensor_axis else self.layout.degree(axis)
 
     def stream(self, axis: str) -> Stream:
         """Return the stream on which collectives over an axis run."""
-        return self.streams.get(axis, Stream.INTRA)
+        return (self.streams or {}).get(axis, Stream.INTRA)
 
     @property
     def tokens(self) -> int:
@@ -70,29 +84,3 @@ class PartSizes:
     def vocabulary_rows(self) -> int:
         """Number of rows of the embedding table on the rank that holds most."""
         return -(-self.shape.vocabulary // self.tensor)
-
-
-def part_sizes(
-    shape: ModelShape,
-    layout: ParallelLayout,
-    micro_batch: int,
-    streams: Mapping[str, Stream] | None = None,
-    context: str = "all_gather",
-    recompute: str = "none",
-) -> PartSizes:
-    """Return the sizes of a model's parts on a rank of a layout.
-
-    ``streams``: mesh axis -> stream of its collectives, by default inside the node; ``recompute``: one
-    policy, or a policy for each layer (`policies_of`).
-    """
-    return PartSizes(
-        shape=shape,
-        tp=layout.tp,
-        micro_batch=micro_batch,
-        kinds=with_policies(layout.kinds(shape.kinds), recompute),
-        recompute=of_all(recompute, shape.layers),
-        cp=layout.cp,
-        ep=layout.ep,
-        context=context,
-        streams=streams or {},
-    )

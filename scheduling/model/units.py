@@ -84,15 +84,12 @@ def chunk_parameters(
     layout: ParallelLayout,
     kinds: tuple[str, ...],
     chunk: int,
-    unit_layers: int = 0,
 ) -> Parameters:
     """Return the parameter counts of a chunk.
 
     The table of a tied head counts, even if the embedding on the same stage holds it.
     """
-    return sum(
-        (part.parameters for part in members_of(parts, layout, kinds, chunk, unit_layers)), Parameters()
-    )
+    return sum((part.parameters for part in members_of(parts, layout, kinds, chunk)), Parameters())
 
 
 def members_of(
@@ -128,13 +125,6 @@ def unit_parts(
 def placed(index: int, part: str, name: str) -> str:
     """Return the name that an operator, module or value of a part has in a unit: ``INDEX.PART/NAME``."""
     return f"{index}.{part}/{name}"
-
-
-def measured_key(unit: str, operator: str) -> str:
-    """Return the key under which profiles list an operator of a unit, given its name in a schedule's text."""
-    prefix, slash, rest = operator.partition("/")
-    part, name = (prefix.partition(".")[2], rest) if slash else (unit, operator)
-    return f"{part}/{name.removesuffix('.again')}"
 
 
 def joined(members: Sequence[Part]) -> Part:

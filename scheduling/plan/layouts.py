@@ -25,6 +25,9 @@ from braid.scheduling.schedule.validate import check, check_memory
 SIMULATED = 8
 """Most fitting layouts that are simulated in full; at most thrice as many are tried."""
 
+KEPT = 5
+"""Most runners-up that a plan lists."""
+
 REFUSED = 3
 """Most layouts that a plan lists as too large for the memory."""
 
@@ -50,11 +53,10 @@ class DoesNotFitError(ValueError):
 def plan_layout(
     search: Search,
     cluster: ClusterSpec,
-    keep: int = 5,
     simulated: int = SIMULATED,
     tell: Tell = lambda text: None,
 ) -> Plan:
-    """Search layouts and return the best plan found, with ``keep`` runners-up and the usual schedules' times.
+    """Search layouts and return the best plan found, with `KEPT` runners-up and the usual schedules' times.
 
     Raises `DoesNotFitError`, which says how much memory is missing and what would make the job fit, or
     `ValueError` if no layout divides the model and the batch.
@@ -97,7 +99,7 @@ def plan_layout(
     check_memory(
         best.code, setting.model, setting.dtype, cluster.usable_bytes, setting.reduce_dtype, setting.states
     )
-    others_told = [runner_up(outcome, best) for outcome in outcomes[1 : keep + 1]]
+    others_told = [runner_up(outcome, best) for outcome in outcomes[1 : KEPT + 1]]
     return plan_of(best, cluster, (*others_told, *refused), usual)
 
 

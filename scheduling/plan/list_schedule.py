@@ -18,6 +18,8 @@ from braid.scheduling.plan.strands import PairProblem, bits
 
 _FOREVER = float("inf")
 
+MOST_STATES = 2_000_000
+
 
 @dataclass(frozen=True, kw_only=True)
 class IssueOrder:
@@ -218,8 +220,8 @@ def _best_move(machine: Machine, order: list[int], start: int, length: int) -> t
     return best, best_ns
 
 
-def exact_order(problem: PairProblem, limit: int = 2_000_000) -> IssueOrder:
-    """Find the fastest order by branch and bound; raise `ValueError` after ``limit`` visited states."""
+def exact_order(problem: PairProblem) -> IssueOrder:
+    """Find the fastest order by branch and bound; raise `ValueError` after `MOST_STATES` visited states."""
     machine = Machine(problem)
     best = list_schedule(problem)
     seen: dict[tuple[object, ...], float] = {}
@@ -234,8 +236,10 @@ def exact_order(problem: PairProblem, limit: int = 2_000_000) -> IssueOrder:
                 best = IssueOrder(operators=order, ns=ns)
             continue
         visited += 1
-        if visited > limit:
-            raise ValueError(f"the exact search visited {limit} states without an end; use fewer operators")
+        if visited > MOST_STATES:
+            raise ValueError(
+                f"the exact search visited {MOST_STATES} states without an end; use fewer operators"
+            )
         # Skip a state if another one issued the same operators no later and has the same work remaining. Less
         # work remaining is not enough: a link's next collective then starts sooner, perhaps beside an
         # operator that it slows down more than the wait would have cost.

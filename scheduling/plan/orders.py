@@ -110,7 +110,7 @@ def _decide(bench: CostedSetting, *, whole_ends: bool) -> Decision:
                 orders[(Side(kind, name),) * 2] = _order_alone(problem)
     if pairs is None or pairs in FIXED:
         return Choices(orders=orders), None
-    decided = list(_unit_pairs(bench, whole_ends) if setting.unit_layers else _layer_pairs(bench, pairs))
+    decided = list(_pairs(bench, pairs, whole_ends=whole_ends))
     orders |= {sides: order for sides, order, _ in decided if order}  # if empty, lowering has a fixed order
     longest = max((note for *_, note in decided), key=lambda note: note.serial_ns, default=None)
     return Choices(orders=orders), longest
@@ -144,46 +144,38 @@ def _with_ends(bench: CostedSetting, choices: Choices) -> Choices:
 
 
 # -- a forward pass beside a backward pass -------------------------------------------------------------------
-def layer_pair(bench: CostedSetting, names: Pair = (UNIFORM, UNIFORM)) -> PairProblem:
-    """Return the search problem of one layer's forward pass overlapped with one layer's backward pass.
-
-    ``names``: kinds of the two layers.
-    """
-    ahead, behind = (bench.members[kind] for kind in names)
-    return pair_problem(ahead.forward, behind.backward, bench.profile)
+def layer_pair(bench: CostedSetting) -> PairProblem:
+    """Return the search problem of a standard layer's forward pass overlapped with its backward pass."""
+    layer = bench.members[UNIFORM]
+    return pair_problem(layer.forward, layer.backward, bench.profile)
 
 
-def _layer_pairs(bench: CostedSetting, method: PairMethod) -> Iterator[PairDecision]:
-    """Yield a decided order for each pair of layer kinds that paired blocks combine (all pairs if there are
-    no paired blocks)."""
-    kinds = tuple(dict.fromkeys(bench.setting.kinds))
-    pairs: dict[Pair, bool] = {(kinds[0], kinds[0]): True}  # every next pair is equal
-    if len(kinds) > 1:
-        pairs = _meeting_units(bench) or {(a, b): False for a in kinds for b in kinds}
-    for names, goes_on in pairs.items():
-        problem = layer_pair(bench, names)
-        if method is PairMethod.ORDER and len(problem) > MANY:
-            yield _decide_long(problem, names, goes_on=goes_on)
-        else:
-            yield decide_pairing(problem, method, names, goes_on=goes_on)
+def _pairs(bench: CostedSetting, method: PairMethod, *, whole_ends: bool) -> Iterator[PairDecision]:
+    """Yield a decided order for each pair of units that paired blocks combine; for single layers without
+    paired blocks, for each pair of their kinds.
 
-
-def _unit_pairs(bench: CostedSetting, whole_ends: bool) -> Iterator[PairDecision]:
-    """Yield a decided order for each pair of units that paired blocks combine.
-
-    Raises `ValueError` if the schedule's pairing method works layer by layer.
+    Raises `ValueError` if there are units of several layers and the method works layer by layer.
     """
     setting = bench.setting
-    if setting.pairs is not PairMethod.ORDER:
+    if setting.unit_layers and method is not PairMethod.ORDER:
         raise ValueError(
             f"unit_layers={setting.unit_layers}: schedule={setting.schedule} pairs layer by layer; "
             f"set it to 0"
         )
-    for (first, second), goes_on in _meeting_units(bench).items():
-        ahead, behind = bench.parts[first], bench.parts[second]
+    kinds = tuple(dict.fromkeys(setting.kinds))
+    pairs: dict[Pair, bool] = {(kinds[0], kinds[0]): True}  # every next pair is equal
+    if setting.unit_layers:
+        pairs = _meeting_units(bench)
+    elif len(kinds) > 1:
+        pairs = _meeting_units(bench) or {(a, b): False for a in kinds for b in kinds}
+    for names, goes_on in pairs.items():
+        ahead, behind = (bench.parts[name] for name in names)
         problem = pair_problem(ahead.forward, behind.backward, bench.profile)
-        whole = whole_ends and goes_on and not gives_gradient(behind)
-        yield _decide_long(problem, (first, second), goes_on=goes_on, whole=whole)
+        if setting.unit_layers or (method is PairMethod.ORDER and len(problem) > MANY):
+            whole = whole_ends and goes_on and not gives_gradient(behind)
+            yield _decide_long(problem, names, goes_on=goes_on, whole=whole)
+        else:
+            yield decide_pairing(problem, method, names, goes_on=goes_on)
 
 
 def _meeting_units(bench: CostedSetting) -> dict[Pair, bool]:
@@ -204,7 +196,7 @@ def _meeting_units(bench: CostedSetting) -> dict[Pair, bool]:
     return {pair: sum(equal) > len(equal) / 2 for pair, equal in followed.items()}
 
 
-def _decide_long(problem: PairProblem, names: Pair, *, goes_on: bool, whole: bool = False) -> PairDecision:
+def _decide_long(problem: PairProblem, names: Pair, *, goes_on: bool, whole: bool) -> PairDecision:
     """Decide the order of two passes with many operators by beam search (`unit_order`)."""
     end, order = unit_order(problem, goes_on=goes_on, whole=whole)
     others = {"serial": problem.serial_ns, str(PairMethod.TURNS): issue_ns(problem, turns_order(problem))}

@@ -12,7 +12,7 @@ from braid.scheduling.cost.simulate import Numbers
 from braid.scheduling.generate.lower import Choices
 from braid.scheduling.generate.named import PairMethod, schedule_trouble
 from braid.scheduling.generate.setting import Setting
-from braid.scheduling.text.records import from_mapping, to_mapping
+from braid.scheduling.text.records import file_text, from_mapping, to_mapping
 from braid.scheduling.text.yaml_text import parse_yaml, write_yaml
 
 VERSION: Final = 6
@@ -115,10 +115,4 @@ def parse_plan(text: str, where: str) -> Plan:
 def read_plan(path: Path) -> Plan:
     """Read a plan from a YAML file; raise `ValueError` that names the file and a remedy if it cannot be
     read."""
-    try:
-        return parse_plan(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ValueError(
-            f"plan {path} cannot be read: {reason}; make one with `braid plan --output`"
-        ) from None
+    return parse_plan(file_text(path, "plan", "make one with `braid plan --output`"), str(path))

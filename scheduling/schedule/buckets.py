@@ -108,9 +108,8 @@ class Buckets:
     def gathered(self, chunk: int) -> tuple[str, ...]:
         """Return the axes over which ranks gather the parameters of a chunk; empty without ZeRO."""
         layout = self._layout
-        counts = (each for bucket in self.of(chunk) for each in bucket.shared(layout))
-        axes = {axis for each in counts for together in flat_elements(layout, each) for axis in together}
-        return tuple(axis for axis in SHARDED if layout.zero and axis in axes and axis in layout.mesh.axes)
+        counts = (each for bucket in self.of(chunk) if layout.zero for each in bucket.shared(layout))
+        return tuple(shard_axes(layout, sum(counts, Parameters())))
 
     @property
     def keys(self) -> tuple[BucketKey, ...]:
@@ -149,7 +148,7 @@ def _cut(parts: Sequence[Part], *, shares_table: bool, counts_frozen: bool) -> I
         parameters = frozen = Parameters()
         for name in {**part.frozen, **part.modules}:
             added, fixed = part.modules.get(name, Parameters()), part.frozen.get(name, Parameters())
-            if not (added.total or fixed.total) or (shares_table and (added.tied or fixed.tied) and index):
+            if not (added.total or fixed.total) or (shares_table and (added + fixed).tied and index):
                 continue
             modules, parameters, frozen = (*modules, name), parameters + added, frozen + fixed
             if parameters.total + frozen.total * counts_frozen >= LEAST_ELEMENTS:
@@ -170,16 +169,19 @@ def flat_elements(layout: ParallelLayout, parameters: Parameters) -> dict[tuple[
 
     Parameters with different axes lie in separate memories.
     """
-    whole = parameters.whole if layout.tp > 1 else 0
-    tied = parameters.tied if layout.ends_apart else 0
-    counts = {
-        ("dp",): parameters.dense - whole - tied - parameters.summed_apart("dp"),
-        ("tp", "dp"): whole,
-        ("dp", "ends"): tied,
-        ("edp",): parameters.experts - parameters.summed_apart("edp"),
-        **dict(parameters.apart),
-    }
-    return {axes: count for axes, count in counts.items() if count}
+    tensors = flat_tensors(layout, parameters).items()
+    return {axes: sum(tensor.elements for tensor in together) for axes, together in tensors}
+
+
+def summed_elements(layout: ParallelLayout, parameters: Parameters, axis: str) -> int:
+    """Return the number of a bucket's elements whose gradients are summed over an axis."""
+    return sum(count for axes, count in flat_elements(layout, parameters).items() if axis in axes)
+
+
+def shard_axes(layout: ParallelLayout, parameters: Parameters) -> list[str]:
+    """Return the axes over which ZeRO shards a bucket's parameters."""
+    axes = (axis for axis in SHARDED if axis in layout.mesh.axes)
+    return [axis for axis in axes if summed_elements(layout, parameters, axis)]
 
 
 def flat_tensors(
@@ -194,7 +196,7 @@ def flat_tensors(
     }
     found: dict[tuple[str, ...], tuple[HeldTensor, ...]] = {}
     for tensor in parameters.tensors:
-        axes = tensor.apart or axes_of[tensor.place]
+        axes = tensor.apart or axes_of[tensor.held]
         found[axes] = (*found.get(axes, ()), tensor)
     return found
 

@@ -1,14 +1,15 @@
 """Linked code: the operations of a stage's ranks in one step, with nothing left to derive.
 
 `link` makes code from a schedule; executor, simulator, memory, validation and drawings read it. The code of a
-stage is a tuple of stretches, one for each instruction of the schedule. A stretch runs a body of operations
-on frames: the registers of a micro-batch in a chunk. Equal stretches share one body, so that code of 600,000
-operations is small. `Stretch.operations` over all stretches is the flat form.
+stage is a tuple of stretches, one for each instruction of the schedule. A stretch runs a *body* of operations
+on frames: the registers of a micro-batch in a chunk. Equal stretches share one tuple of operations, so that
+code of 600,000 operations is small, and readers remember results by the tuple's identity.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.model.operators import Part, Value
@@ -89,15 +90,7 @@ class Frame:
         return tuple(masks)
 
 
-@dataclass(frozen=True, eq=False)
-class Body:
-    """List of operations; equal stretches share one object."""
-
-    operations: tuple[Operation, ...]
-
-
-@dataclass(frozen=True)
-class Stretch:
+class Stretch(NamedTuple):
     """One instruction of a stage in linked code: its operations, and the frames on which they work."""
 
     instruction: Instruction
@@ -105,7 +98,7 @@ class Stretch:
     """Passes to which ``frames`` belong: a block's passes, then passes on this stage that take their outputs;
     for a message, the pass whose register is sent or received."""
     frames: tuple[Frame, ...]
-    body: Body
+    operations: tuple[Operation, ...]
 
     @property
     def block_passes(self) -> tuple[Pass, ...]:
@@ -116,10 +109,6 @@ class Stretch:
     def paired(self) -> bool:
         """Whether the block runs several passes at the same time, not counting ends of backward passes."""
         return sum(pass_.kind is not PassKind.END for pass_ in self.block_passes) > 1
-
-    @property
-    def operations(self) -> tuple[Operation, ...]:
-        return self.body.operations
 
 
 @dataclass(frozen=True, eq=False)

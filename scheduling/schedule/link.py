@@ -14,7 +14,7 @@ from braid.scheduling.model.operators import Kind, Part
 from braid.scheduling.model.stages import moves_of
 from braid.scheduling.model.units import chunk_units
 from braid.scheduling.schedule.buckets import buckets_of
-from braid.scheduling.schedule.code import Body, Code, Frame, Stretch
+from braid.scheduling.schedule.code import Code, Frame, Stretch
 from braid.scheduling.schedule.frames import (
     ChunkLayout,
     Placed,
@@ -52,15 +52,7 @@ from braid.scheduling.schedule.schedule import (
     Sides,
     on_side,
 )
-from braid.scheduling.schedule.sharing import Sharing, SharingError
-
-
-class LinkError(ValueError):
-    """Error in linking: the instruction at ``position`` of ``stage`` cannot be turned into operations."""
-
-    def __init__(self, stage: int, position: int, cause: str) -> None:
-        super().__init__(cause)
-        self.stage, self.position = stage, position
+from braid.scheduling.schedule.sharing import LinkError, Sharing
 
 
 def link(
@@ -76,11 +68,7 @@ def link(
     sharing = Sharing(schedule, layout, buckets, linker.moves)
     stages = []
     for number in range(len(schedule.stages)):
-        stretches = list(linker.stage(number))
-        try:
-            stages.append(tuple(sharing.stage(number, stretches)))
-        except SharingError as error:
-            raise LinkError(number, error.position, str(error)) from None
+        stages.append(tuple(sharing.stage(number, list(linker.stage(number)))))
     return Code(schedule, layout, kinds, parts, tuple(stages), buckets)
 
 
@@ -100,7 +88,7 @@ class _PendingEnd:
 class _Unrolled:
     """A linked block: its operations, and the ends that its backward passes leave, by pass number."""
 
-    body: Body
+    operations: tuple[Operation, ...]
     frames: tuple[Frame, ...]
     """Frames of the block's passes, then of the passes on this stage that take their outputs."""
     pending: Mapping[int, _PendingEnd]
@@ -132,7 +120,6 @@ class _Linker:
     _blocks: dict[tuple[object, ...], _Unrolled] = field(default_factory=dict)
     _ends_of_messages: dict[tuple[object, ...], tuple[Frame, int]] = field(default_factory=dict)
     """(pass kind, chunk, whether sent) -> frame and register that a message is sent from or received in."""
-    _update: dict[tuple[object, ...], Body] = field(default_factory=dict)
     _begun: set[Reduce] = field(default_factory=set)
     """Gradient sums that the stage's blocks have started so far."""
 
@@ -189,7 +176,7 @@ class _Linker:
             if role.follower is not None
         ]
         self._begun.update(block.sums)
-        return Stretch(block, (*passes, *followers), unrolled.frames, unrolled.body)
+        return Stretch(block, (*passes, *followers), unrolled.frames, unrolled.operations)
 
     def _role(self, kind: PassKind, chunk: int, stage: int) -> _Role:
         if (kind, chunk) not in self._roles:
@@ -232,7 +219,7 @@ class _Linker:
                 assert into is not None
                 operations.append(Hand(turn=turn, reads=(out,), frees=(out,), to=len(frames), register=into))
                 frames.append(target)
-        return _Unrolled(Body(tuple(operations)), tuple(frames), pending)
+        return _Unrolled(tuple(operations), tuple(frames), pending)
 
     def _steps(
         self,
@@ -320,28 +307,24 @@ class _Linker:
         ``by_bucket``: the stage ends with gathers for the next step, so that each bucket is updated
         separately.
         """
+        operations: tuple[Operation, ...] = ()
         match instruction:
             case Start(Send() | Receive() as message) | Wait(Send() | Receive() as message):
                 return self._of_message(instruction, message)
             case Compute(Step()) if by_bucket:
-                return Stretch(instruction, (), (), self._shared((instruction, Clip), Compute(Clip())))
+                operations = (Compute(Clip()),)
             case Compute(Norm() | Step()):
-                return Stretch(instruction, (), (), self._shared((instruction,), instruction))
+                operations = (instruction,)
             case Start(Reduce() as reduce):
-                first = self._stages(reduce)[0]
-                return Stretch(instruction, (), (), self._shared((instruction,), Start(first)))
-            case Prefetch():
-                return Stretch(instruction, (), (), self._shared(()))
-            case Wait(Reduce() as reduce) if reduce in self._begun:
-                return Stretch(instruction, (), (), self._shared(()))
-            case Wait(Reduce() as reduce):
+                operations = (Start(self._stages(reduce)[0]),)
+            case Wait(Reduce() as reduce) if reduce not in self._begun:
                 first, *others = self._stages(reduce)
-                further = [kind(stage) for stage in others for kind in (Start, Wait)]
-                return Stretch(instruction, (), (), self._shared((instruction,), Wait(first), *further))
-        raise ValueError(f"{instruction} does not stand by itself")
-
-    def _shared(self, key: tuple[object, ...], *operations: Operation) -> Body:
-        return self._update.setdefault(key, Body(operations))
+                operations = (Wait(first), *(kind(stage) for stage in others for kind in (Start, Wait)))
+            case Wait(Reduce()) | Prefetch():
+                pass  # blocks hold its operations
+            case _:
+                raise ValueError(f"{instruction} does not stand by itself")
+        return Stretch(instruction, (), (), operations)
 
     def _of_message(self, instruction: Start | Wait, message: Message) -> Stretch:
         """Link the start or wait of a message.
@@ -367,7 +350,7 @@ class _Linker:
         else:
             operation = Wait(message, frees=at) if sent else Wait(message, writes=at)
         assert pass_ is not None
-        return Stretch(instruction, (pass_,), (frame,), Body((operation,)))
+        return Stretch(instruction, (pass_,), (frame,), (operation,))
 
     def _chunk(self, chunk: int) -> ChunkLayout:
         if chunk not in self._chunks:

@@ -24,8 +24,6 @@ from braid.scheduling.model.stages import Move
 
 
 class Direction(StrEnum):
-    """The direction of a pass through the model."""
-
     FORWARD = "F"
     BACKWARD = "B"
 
@@ -41,7 +39,6 @@ class PassKind(StrEnum):
 
     @property
     def direction(self) -> Direction:
-        """The direction of the pass through the model."""
         return Direction.FORWARD if self is PassKind.FORWARD else Direction.BACKWARD
 
     @property
@@ -75,12 +72,10 @@ class Pass(NamedTuple):
 
     @property
     def direction(self) -> Direction:
-        """The direction of the pass through the model."""
         return self.kind.direction
 
     @property
     def forward(self) -> bool:
-        """Whether the pass goes forward."""
         return self.kind is PassKind.FORWARD
 
     @property

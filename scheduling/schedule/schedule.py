@@ -147,7 +147,7 @@ class Schedule:
     """ZeRO 3: number of bucket uses within which a bucket must be used again to stay gathered in between; at
     least ``prefetch``."""
 
-    @property
+    @cached_property
     def trains(self) -> bool:
         """Whether the schedule has programs for backward passes (a validation schedule has none)."""
         return any(side.kind is not PassKind.FORWARD for sides in self.programs for side in sides)
@@ -159,6 +159,5 @@ class Schedule:
 
     @cached_property
     def strands(self) -> tuple[Strand, ...]:
-        """The strands to which the schedule's passes belong."""
         used = {pass_.strand for stage in self.passes for pass_ in stage}
         return tuple(strand for strand in Strand if strand in used)

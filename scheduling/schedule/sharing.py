@@ -17,8 +17,8 @@ from braid.scheduling.mesh.mesh import is_tensor
 from braid.scheduling.model.operators import Kind, Phase
 from braid.scheduling.model.parameters import Parameters
 from braid.scheduling.model.stages import Move, moves_of
-from braid.scheduling.schedule.buckets import BucketKey, Buckets, BucketSpec
-from braid.scheduling.schedule.code import Body, Stretch
+from braid.scheduling.schedule.buckets import BucketKey, Buckets, BucketSpec, shard_axes
+from braid.scheduling.schedule.code import Stretch
 from braid.scheduling.schedule.operations import (
     Allocate,
     Compute,
@@ -32,6 +32,14 @@ from braid.scheduling.schedule.operations import (
     Wait,
 )
 from braid.scheduling.schedule.schedule import Block, Prefetch, Schedule
+
+
+class LinkError(ValueError):
+    """Error in linking: the instruction at ``position`` of ``stage`` cannot be turned into operations."""
+
+    def __init__(self, stage: int, position: int, cause: str) -> None:
+        super().__init__(cause)
+        self.stage, self.position = stage, position
 
 
 class _Touch(NamedTuple):
@@ -73,15 +81,15 @@ class Sharing:
     moves: tuple[Move, ...]
     """Stages into which gradient sums over ``dp`` are split; empty if they run whole."""
     _touches: dict[tuple[object, ...], _Touches] = field(default_factory=dict)
-    _bodies: dict[tuple[object, ...], Body] = field(default_factory=dict)
+    _bodies: dict[tuple[object, ...], tuple[Operation, ...]] = field(default_factory=dict)
     _operations: dict[_Insertion, Operation] = field(default_factory=dict)
-    _bases: list[Body] = field(default_factory=list)
-    """Bodies whose ids are keys of the caches; the list keeps them alive, so that ids stay valid."""
+    _bases: list[tuple[Operation, ...]] = field(default_factory=list)
+    """Operations whose ids are keys of the caches; the list keeps them alive, so that ids stay valid."""
 
     def stage(self, stage: int, stretches: Sequence[Stretch]) -> Iterator[Stretch]:
         """Yield a stage's stretches with the transfers inserted.
 
-        Raises `SharingError` if the schedule does not gather parameters that a block needs.
+        Raises `LinkError` if the schedule does not gather parameters that a block needs.
         """
         inserted: _Inserted = defaultdict(lambda: defaultdict(list))
         if self.layout.zero:
@@ -121,7 +129,7 @@ class Sharing:
             if touch.key not in gathered:
                 # A tied head reads the table of the first chunk, which need not be in the block.
                 if begin is None or not block.gathers:
-                    raise SharingError(position, f"the parameters of chunk {touch.key[0]} are not gathered")
+                    raise LinkError(stage, position, f"the parameters of chunk {chunk} are not gathered")
                 early = number - ahead
                 at, index = (uses[early].position, uses[early].touch.first) if early >= 0 else (begin, 0)
                 if at == begin and behind:
@@ -160,8 +168,6 @@ class Sharing:
         for position, stretch in enumerate(stretches):
             if isinstance(stretch.instruction, Block):
                 for touch in self._of(stretch).reads:
-                    if not any(each.total for each in self._spec(touch.key).shared(self.layout)):
-                        continue
                     if again or touch.key not in seen:
                         seen.add(touch.key)
                         yield _PlacedTouch(position, touch)
@@ -201,7 +207,7 @@ class Sharing:
                     sums.start(into[index], event)
                 elif sums.shared:
                     chunk, number = event
-                    axes = self._replicas(self._spec(event).parameters)
+                    axes = shard_axes(self.layout, self._spec(event).parameters)
                     sums.allocate(into[index], event, [Reduce(chunk, axis, number) for axis in axes])
             sums.end(map(_key, self._by_bucket(block)))
 
@@ -211,13 +217,7 @@ class Sharing:
 
     def _shared(self, key: BucketKey) -> list[str]:
         """Return the axes over which a bucket's parameters are gathered."""
-        counts = self._spec(key).shared(self.layout)
-        return list(dict.fromkeys(axis for each in counts for axis in self._replicas(each)))
-
-    def _replicas(self, sizes: Parameters) -> list[str]:
-        """Return the axes whose ranks share parameters of these counts."""
-        summed = ("dp", sizes.dense), ("edp", sizes.experts if self.layout.expert_replicas > 1 else 0)
-        return [axis for axis, count in summed if count]
+        return shard_axes(self.layout, sum(self._spec(key).shared(self.layout), Parameters()))
 
     def _by_bucket(self, block: Block) -> Iterator[Reduce]:
         """Yield a block's gradient sums separately for each bucket, in the order of a backward pass."""
@@ -235,16 +235,16 @@ class Sharing:
 
     def _of(self, stretch: Stretch) -> _Touches:
         chunks = [pass_.chunk for pass_ in stretch.block_passes]
-        key = (id(stretch.body), *chunks)
+        key = (id(stretch.operations), *chunks)
         if key not in self._touches:
-            self._bases.append(stretch.body)
-            self._touches[key] = self._find(stretch.body, chunks)
+            self._bases.append(stretch.operations)
+            self._touches[key] = self._find(stretch.operations, chunks)
         return self._touches[key]
 
-    def _find(self, body: Body, chunks: Sequence[int]) -> _Touches:
+    def _find(self, operations: Sequence[Operation], chunks: Sequence[int]) -> _Touches:
         reads: list[_Touch] = []
         adds: dict[BucketKey, _Touch] = {}
-        for index, operation in enumerate(body.operations):
+        for index, operation in enumerate(operations):
             if not isinstance(operation, Compute) or not isinstance(operation.what, Node):
                 continue
             node = operation.what
@@ -256,19 +256,22 @@ class Sharing:
                 reads.append(_Touch(key, first, index))
             if node.operator.adds_gradients:
                 adds[key] = _Touch(key, adds[key].first if key in adds else index, index)
-        return _Touches(tuple(reads), adds)
+        shared = {
+            key for key, _, _ in reads if any(each.total for each in self._spec(key).shared(self.layout))
+        }
+        return _Touches(tuple(touch for touch in reads if touch.key in shared), adds)
 
     def _with(self, stretch: Stretch, inserted: _Insertions) -> Stretch:
-        key = (id(stretch.body), *((at, *inserted[at]) for at in sorted(inserted)))
+        key = (id(stretch.operations), *((at, *inserted[at]) for at in sorted(inserted)))
         if key not in self._bodies:
-            self._bases.append(stretch.body)
+            self._bases.append(stretch.operations)
             operations: list[Operation] = []
-            for index, operation in enumerate((*stretch.body.operations, None)):
+            for index, operation in enumerate((*stretch.operations, None)):
                 ordered = sorted(inserted.get(index, ()), key=_turn)
                 operations += [self._operation(kind, what) for kind, what in ordered]
                 operations += [] if operation is None else [operation]
-            self._bodies[key] = Body(tuple(operations))
-        return Stretch(stretch.instruction, stretch.passes, stretch.frames, self._bodies[key])
+            self._bodies[key] = tuple(operations)
+        return stretch._replace(operations=self._bodies[key])
 
     def _operation(self, kind: Callable[..., Operation], what: Gather | Reduce | Update) -> Operation:
         if (kind, what) not in self._operations:
@@ -386,12 +389,3 @@ def _turn(insertion: _Insertion) -> int:
             return 3
     turns: dict[object, int] = {Release: 0, Compute: 1, Start: 1, Wait: 4}
     return turns[kind]
-
-
-class SharingError(ValueError):
-    """Error that a block's parameters are not gathered; ``position``: the block's index in the stage's
-    list."""
-
-    def __init__(self, position: int, cause: str) -> None:
-        super().__init__(cause)
-        self.position = position

@@ -1,7 +1,7 @@
 """Sweeps over linked code and tracks which registers are alive and which operators have run.
 
-Memory reads bytes from it, validation the first operation that cannot run. A body is swept once for each
-state of its frames.
+Memory reads bytes from it, validation the first operation that cannot run. Operations that stretches share
+are swept once for each state of their frames.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
-from braid.scheduling.mesh.mesh import is_tensor
+from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.model.parameters import Parameters
-from braid.scheduling.schedule.buckets import flat_elements, share_elements, share_ways
-from braid.scheduling.schedule.code import Body, Code, Frame, Stretch
+from braid.scheduling.schedule.buckets import SHARDED, flat_elements, share_elements, share_ways
+from braid.scheduling.schedule.code import Code, Frame, Stretch
 from braid.scheduling.schedule.operations import (
     Allocate,
     Compute,
@@ -62,13 +62,6 @@ class CodeError(ValueError):
         self.pass_ = pass_
 
 
-class AbsentInputError(CodeError):
-    """Error that a pass runs before its input has arrived."""
-
-    def __init__(self, pass_: Pass) -> None:
-        super().__init__("its input is not there", pass_)
-
-
 @dataclass
 class Sweep:
     """Sweep over the stretches of a stage, with the states of all frames and the bytes held so far.
@@ -90,7 +83,7 @@ class Sweep:
         cannot run."""
         keys = [(pass_.micro_batch, pass_.chunk) for pass_ in stretch.passes]
         before = tuple(self.states.get(key, _NEW) for key in keys)
-        start = (_course(stretch.body), stretch.frames, before)
+        start = (_course(stretch.operations), stretch.frames, before)
         if start not in self._swept:
             self._swept[start] = self._sweep(stretch, before)
         swept, after = self._swept[start]
@@ -119,22 +112,14 @@ class Sweep:
 
     def whole_bytes(self, what: Gather | Reduce) -> int:
         """Return the bytes of a bucket's whole parameters or gradients if ranks keep only shards, else 0."""
-        layout = self.code.layout
-        if (
-            what.bucket is None
-            or layout.zero < (3 if isinstance(what, Gather) else 2)
-            or is_tensor(what.axis)
-        ):
+        gathers, layout = isinstance(what, Gather), self.code.layout
+        if what.bucket is None or what.axis not in SHARDED or layout.zero < (3 if gathers else 2):
             return 0
         assert what.chunk is not None
         spec = self.code.buckets.of(what.chunk)[what.bucket]
-        elements = sum(
-            share_elements(count, ways) * ways
-            for each in (spec.shared(layout) if isinstance(what, Gather) else (spec.parameters,))
-            for axes, count in flat_elements(layout, each).items()
-            if what.axis in axes and (ways := share_ways(layout, axes))
-        )
-        return elements * (self.width if isinstance(what, Gather) else max(4, self.width))
+        counts = spec.shared(layout) if gathers else (spec.parameters,)
+        elements = sum(self._summed_elements(what.axis, parameters) for parameters in counts)
+        return elements * (self.width if gathers else max(4, self.width))
 
     def rounded_bytes(self, what: Gather | Reduce) -> int:
         """Return the bytes of the rounded copies of gradients that a sum sends; 0 if nothing is rounded."""
@@ -173,14 +158,14 @@ class Sweep:
 _NEW = FrameState()
 
 
-def _course(body: Body) -> object:
-    """Return a key that is equal for bodies that change frames alike, as do messages of all micro-batches."""
-    if len(body.operations) == 1 and isinstance(only := body.operations[0], Start | Wait):
+def _course(operations: tuple[Operation, ...]) -> object:
+    """Return a key that is equal for lists that change frames alike, as do messages of all micro-batches."""
+    if len(operations) == 1 and isinstance(only := operations[0], Start | Wait):
         match only.what:
             case Send(moved) | Receive(moved) as message:
                 kinds = type(only), type(message), moved.kind, moved.chunk
                 return *kinds, only.reads, only.writes, only.frees
-    return body
+    return id(operations)
 
 
 def _begins(what: Gather | Reduce) -> bool:
@@ -204,7 +189,7 @@ class History:
 
 
 @lru_cache(maxsize=1)
-def histories(code: Code, width: int, rounded_width: int = 0) -> tuple[History, ...]:
+def histories(code: Code, width: int, rounded_width: int) -> tuple[History, ...]:
     """Sweep over all stages of the code and return their histories.
 
     ``width``, ``rounded_width``: bytes per activation element and per rounded gradient (`Sweep`).
@@ -229,6 +214,7 @@ class _StretchSweep:
 
     def __init__(self, sweep: Sweep, stretch: Stretch, before: Sequence[FrameState]) -> None:
         self._stretch, self._passes, self._frames = stretch, stretch.passes, stretch.frames
+        self._layout = sweep.code.layout
         self._whole_bytes, self._rounded_bytes = sweep.whole_bytes, sweep.rounded_bytes
         keys = [(pass_.micro_batch, pass_.chunk) for pass_ in stretch.passes]
         self._frame_of = [keys.index(key) for key in keys]
@@ -296,7 +282,7 @@ class _StretchSweep:
             raise CodeError(f"{pass_} runs twice ({node.operator.name} has run)")
         missing = needs & ~done
         if missing & frame.arrival(pass_.forward):
-            raise AbsentInputError(pass_)
+            raise CodeError(_absent(pass_, self._layout), pass_)
         if missing:
             raise CodeError(_reason(frame, pass_, node, missing), pass_)
 
@@ -339,6 +325,16 @@ class _StretchSweep:
                 for memory in frame.memories[register]:
                     if not self._live[at] & frame.holders[memory]:
                         self.bytes -= sizes[memory]
+
+
+def _absent(pass_: Pass, layout: ParallelLayout) -> str:
+    """Return an error text that says why a pass lacks its input."""
+    before = pass_.before(layout)
+    assert before is not None
+    source = layout.stage_of(before.chunk)
+    if source == layout.stage_of(pass_.chunk):
+        return f"its input comes from {before}, which has not run"
+    return f"its input from stage {source} has not arrived (no RECV and WAIT before it)"
 
 
 def _reason(frame: Frame, p: Pass, node: Node, missing: int) -> str:

@@ -10,7 +10,9 @@ from functools import partial
 from typing import Final, TypeVar
 
 from braid.scheduling.mesh.cluster import Stream
+from braid.scheduling.mesh.mesh import TensorAxis
 from braid.scheduling.mesh.partition import parse_partition
+from braid.scheduling.model.operators import OperatorKey
 from braid.scheduling.schedule.gone import GONE, replacement
 from braid.scheduling.schedule.operations import (
     Barrier,
@@ -42,6 +44,7 @@ _TOKEN: Final = re.compile(r"(?:[A-Z]+\([^)]*\)|\S)+")
 _TRANSFER: Final = re.compile(r"(SEND|RECV|REDUCE)([( ])(.*)\)")
 _SHARED: Final = re.compile(r"(GATHER|REDUCE)\((.*)\)")
 _AXIS: Final = re.compile(rf"({_NUMBER}|norm) ([a-z0-9_]+)")
+_INSIDE_TENSOR: Final = re.compile(r"tp(_beyond_)?[0-9]+")
 
 
 # -- writing -------------------------------------------------------------------------------------------------
@@ -189,9 +192,9 @@ def _block(token: str) -> Block:
                 f"([B3.1|GATHER(1 dp)|REDUCE(1 dp)])"
             )
         if match[1] == "GATHER":
-            gathers.append(Gather(int(axis[1]), axis[3]))
+            gathers.append(Gather(int(axis[1]), _axis(axis[3])))
         else:
-            sums.append(Reduce(int(axis[1]), axis[3]))
+            sums.append(Reduce(int(axis[1]), _axis(axis[3])))
     return Block(passes, tuple(sums), tuple(gathers))
 
 
@@ -213,7 +216,11 @@ def _transfer(token: str, text: str, opening: str) -> Message | Reduce:
     axis = _AXIS.fullmatch(inside)
     if axis is None:
         raise ValueError(f"{token!r} names no chunk and axis (REDUCE(1 dp), REDUCE(norm tp))")
-    return Reduce(None if axis[1] == "norm" else int(axis[1]), axis[3])
+    return Reduce(None if axis[1] == "norm" else int(axis[1]), _axis(axis[3]))
+
+
+def _axis(name: str) -> str:
+    return TensorAxis(name) if _INSIDE_TENSOR.fullmatch(name) else name
 
 
 def parse_sides(text: str) -> Sides:
@@ -236,6 +243,13 @@ def parse_step(text: str, count: int) -> tuple[int, str]:
     if not colon or not operator or not re.fullmatch(_NUMBER, turn) or int(turn) >= count:
         raise ValueError(f"{text!r}: operators of {count} passes are written 0:NAME to {count - 1}:NAME")
     return int(turn), operator
+
+
+def operator_key(unit: str, operator: str) -> OperatorKey:
+    """Return the key of an operator in profiles, given its unit and its name in a program's text."""
+    prefix, slash, rest = operator.partition("/")
+    part, name = (prefix.partition(".")[2], rest) if slash else (unit, operator)
+    return OperatorKey(part, name.removesuffix(".again"))
 
 
 def parse_operation(line: str, count: int) -> Operation:
@@ -275,7 +289,7 @@ def parse(text: str) -> Schedule:
     header = _parse_header(lines)
     body = lines[1 + len(header) :]
     cut = next((n for n, (_, line) in enumerate(body) if line.split()[0] != "partition"), len(body))
-    partitions = [_at(number, parse_partition, _after(line)) for number, line in body[:cut]]
+    partitions = [_at(number, parse_partition, " ".join(line.split()[1:])) for number, line in body[:cut]]
     for (number, _), partition in zip(body, partitions, strict=False):
         if sum(partition.what == other.what for other in partitions) > 1:
             raise _wrong(number, f"partition {partition.what} stands twice")
@@ -325,10 +339,6 @@ def _parse_header(lines: list[Line]) -> Mapping[str, str]:
             raise _wrong(number, f"expected '{words[0]}' and a number above 0, found {line!r}")
         entries[words[0]] = words[1]
     return entries
-
-
-def _after(line: str) -> str:
-    return " ".join(line.split()[1:])
 
 
 def _parse_stages(lines: list[Line]) -> tuple[tuple[Instruction, ...], ...]:

@@ -3,12 +3,12 @@
 These times serve to draw schedules and to find deadlocks; the simulator uses costs of operators and links.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from braid.scheduling.schedule.operations import Message, PassKind, Receive, Send, Start, Wait
-from braid.scheduling.schedule.schedule import Block, Instruction, Schedule, passes_in
+from braid.scheduling.schedule.schedule import Block, Schedule, passes_in
 
 
 @dataclass(frozen=True)
@@ -51,29 +51,30 @@ def unit_timeline(schedule: Schedule, forward: int = 1, backward: int = 2) -> Ti
         PassKind.WEIGHT: backward - inputs,
         PassKind.END: 0,
     }
-    queues: dict[int, list[_Task]] = {
-        stage: [(stage, n) for n, i in enumerate(instructions) if _waits(i)]
-        for stage, instructions in enumerate(schedule.stages)
-    }
-    messages = {
-        (stage, i.what): (stage, n)
-        for stage, instructions in enumerate(schedule.stages)
-        for n, i in enumerate(instructions)
-        if isinstance(i, Start) and isinstance(i.what, Message)
-    }
-
-    def after(task: _Task) -> Iterator[_Task]:
-        stage, position = task
-        match schedule.stages[stage][position]:
-            case Wait(Send(moved, target)):
-                yield messages.get((target, Receive(moved, stage)), _NEVER)
-            case Wait(Receive(moved, source)):
-                yield messages.get((source, Send(moved, stage)), _NEVER)
+    queues: dict[int, list[_Task]] = {stage: [] for stage in range(len(schedule.stages))}
+    starts: dict[tuple[int, Message], _Task] = {}
+    waits: dict[_Task, tuple[int, Message]] = {}
+    """Wait for a message -> (stage of the partner, its message), which has to start before."""
+    for stage, instructions in enumerate(schedule.stages):
+        for n, instruction in enumerate(instructions):
+            match instruction:
+                case Start(Send() | Receive() as message):
+                    starts[stage, message] = stage, n
+                case Wait(Send(moved, target)):
+                    waits[stage, n] = target, Receive(moved, stage)
+                case Wait(Receive(moved, source)):
+                    waits[stage, n] = source, Send(moved, stage)
+                case Block():
+                    pass
+                case _:
+                    continue  # sums and updates delay neither blocks nor messages
+            queues[stage].append((stage, n))
+    after = {task: [starts.get(partner, _NEVER)] for task, partner in waits.items()}
 
     def length(task: _Task) -> int:
         return sum(slots[pass_.kind] for pass_ in passes_in(schedule.stages[task[0]][task[1]]))
 
-    times, stuck = run_in_order(queues, after, length)
+    times, stuck = run_in_order(queues, lambda task: after.get(task, ()), length)
     return Timeline(
         stages=tuple(
             tuple(
@@ -84,13 +85,6 @@ def unit_timeline(schedule: Schedule, forward: int = 1, backward: int = 2) -> Ti
             for stage, instructions in enumerate(schedule.stages)
         ),
         stuck={stage: queues[stage][index][1] for stage, index in stuck.items()},
-    )
-
-
-def _waits(instruction: Instruction) -> bool:
-    """Return whether an instruction is a block or a message; sums and updates delay neither of them."""
-    return isinstance(instruction, Block) or (
-        isinstance(instruction, Start | Wait) and isinstance(instruction.what, Message)
     )
 
 

@@ -15,7 +15,7 @@ from braid.scheduling.model.operators import Part
 from braid.scheduling.model.shape import ModelShape
 from braid.scheduling.schedule.code import Code, Stretch
 from braid.scheduling.schedule.draw import draw_around
-from braid.scheduling.schedule.link import LinkError, link
+from braid.scheduling.schedule.link import link
 from braid.scheduling.schedule.memory import DTYPE_BYTES, held_during, rank_memory
 from braid.scheduling.schedule.operations import (
     Compute,
@@ -31,8 +31,9 @@ from braid.scheduling.schedule.operations import (
     Wait,
 )
 from braid.scheduling.schedule.schedule import Block, Schedule, Side, passes_in
+from braid.scheduling.schedule.sharing import LinkError
 from braid.scheduling.schedule.states import ADAMW, OptimizerStates
-from braid.scheduling.schedule.sweep import AbsentInputError, histories, unfinished
+from braid.scheduling.schedule.sweep import histories, unfinished
 from braid.scheduling.schedule.text import write_sides
 from braid.scheduling.schedule.timeline import unit_timeline
 from braid.scheduling.schedule.validate_update import update_faults
@@ -255,31 +256,17 @@ def _never(schedule: Schedule, stage: int, layout: ParallelLayout) -> Faults:
 def _data(code: Code, stage: int) -> Faults:
     """Yield an error for the first operator that cannot run at its position, or else for each frame that the
     stage leaves unfinished."""
-    # Any width would do; with that of bf16 the memory check can reuse the cached sweep.
-    swept, stretches = histories(code, DTYPE_BYTES["bf16"])[stage], code.stages[stage]
+    # Any width would do; with that of bf16 the count of memory can reuse the cached sweep.
+    swept, stretches = histories(code, DTYPE_BYTES["bf16"], 0)[stage], code.stages[stage]
     if swept.fault is not None:
         position, error = swept.fault
-        cause = str(error)
-        if isinstance(error, AbsentInputError):
-            assert error.pass_ is not None
-            cause = _absent(error.pass_, stage, code.layout)
         alone = error.pass_ is None or str(error.pass_) == str(stretches[position].instruction)
-        yield position, cause if alone else f"{error.pass_}: {cause}"
+        yield position, str(error) if alone else f"{error.pass_}: {error}"
         return
     frames = {(p.micro_batch, p.chunk): f for s in stretches for p, f in zip(s.passes, s.frames, strict=True)}
     for key, frame in sorted(frames.items(), key=lambda item: item[0]):
         if unfinished_work := unfinished(*key, frame, swept.states[key]):
             yield len(stretches), unfinished_work
-
-
-def _absent(pass_: Pass, stage: int, layout: ParallelLayout) -> str:
-    """Return an error text that says why a pass lacks its input."""
-    before = pass_.before(layout)
-    assert before is not None
-    source = layout.stage_of(before.chunk)
-    if source == stage:
-        return f"its input comes from {before}, which has not run"
-    return f"its input from stage {source} has not arrived (no RECV and WAIT before it)"
 
 
 def _summation(stretches: tuple[Stretch, ...]) -> Faults:
@@ -290,9 +277,11 @@ def _summation(stretches: tuple[Stretch, ...]) -> Faults:
     checked: set[tuple[object, ...]] = set()
     for position, stretch in enumerate(stretches):
         passes = stretch.block_passes
+        if len(passes) < 2:
+            continue
         order = sorted(range(len(passes)), key=lambda turn: passes[turn].micro_batch)
-        key = (id(stretch.body), tuple(order), tuple(p.chunk for p in passes))
-        if len(passes) < 2 or key in checked:
+        key = (id(stretch.operations), tuple(order), tuple(p.chunk for p in passes))
+        if key in checked:
             continue
         checked.add(key)
         done: dict[tuple[int, int], list[int]] = defaultdict(list)

@@ -41,16 +41,12 @@ def _of_stage(
 ) -> Iterator[tuple[int, str]]:
     walk = _Walk(schedule, stage, layout, buckets)
     for position, instruction in enumerate(schedule.stages[stage]):
-        if not schedule.trains and isinstance(_transfer(instruction), Reduce | Norm | Step):
+        if not schedule.trains and isinstance(getattr(instruction, "what", None), Reduce | Norm | Step):
             yield position, "the schedule has no backward passes, nothing to reduce and no step to take"
         elif cause := walk.fault(position, instruction):
             yield position, cause
     if schedule.trains and (cause := walk.at_end()):
         yield len(schedule.stages[stage]), cause
-
-
-def _transfer(instruction: Instruction) -> object:
-    return instruction.what if isinstance(instruction, Start | Wait | Compute) else instruction
 
 
 class _Walk:

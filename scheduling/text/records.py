@@ -9,11 +9,22 @@ import math
 import types
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from braid.scheduling.text.suggestions import hint, must_be_one_of
 
 Record = TypeVar("Record")
+
+
+def file_text(path: Path, what: str, remedy: str = "") -> str:
+    """Return the text of a file; raise `ValueError` that names ``what`` it is, the file and the remedy if it
+    cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ValueError(f"{what} {path} cannot be read: {reason}" + (remedy and f"; {remedy}")) from None
 
 
 def from_mapping(kind: type[Record], content: Any, where: str) -> Record:

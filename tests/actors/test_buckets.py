@@ -17,7 +17,7 @@ from braid.actors.stage.state.parameters import Place
 from braid.actors.stage.state.shards import boxes_of_range
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.model.shape import ModelShape
-from braid.scheduling.model.sizes import part_sizes
+from braid.scheduling.model.sizes import PartSizes
 from braid.scheduling.schedule import buckets
 from braid.scheduling.schedule.buckets import ALIGNED, share_elements
 
@@ -56,7 +56,7 @@ def held(
         shape=shape,
         layout=layout,
         place=Place.of(layout.mesh, rank),
-        sizes=part_sizes(shape, layout, 1),
+        sizes=PartSizes(shape, layout, 1),
         device=torch.device("cpu"),
         dtype=dtype,
     )

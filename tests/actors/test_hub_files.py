@@ -28,7 +28,7 @@ from braid.scheduling.model.presets.hugging_face import CONFIG, hugging_face_con
 from braid.scheduling.model.presets.library import model_preset
 from braid.scheduling.model.rotary import RotaryScaling
 from braid.scheduling.model.shape import ModelShape
-from braid.scheduling.model.sizes import part_sizes
+from braid.scheduling.model.sizes import PartSizes
 from tests.actors.saved import Marker
 from tests.foreign_models import LONG, SEQUENCE, random_model
 
@@ -357,7 +357,7 @@ def test_a_rank_reads_its_slices_only(
     """As many elements as the rank holds."""
     shape = load(stored[kind])
     layout = ParallelLayout(tp=2, dp=2, ep=2) if shape.experts else ParallelLayout(tp=2, pp=2)
-    sizes = part_sizes(shape, layout, micro_batch=2)
+    sizes = PartSizes(shape, layout, micro_batch=2)
     place, cpu = Place.of(layout.mesh, rank), torch.device("cpu")
     model = StageModel(shape=shape, layout=layout, place=place, sizes=sizes, device=cpu, dtype=torch.float32)
     tensors = [parameter.tensor for parameter in model.parameters]

@@ -22,7 +22,7 @@ from braid.kernels.trials import Laboratory, Measured, Use
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.model.layers import built_in_parts
 from braid.scheduling.model.operators import Phase
-from braid.scheduling.model.sizes import part_sizes
+from braid.scheduling.model.sizes import PartSizes
 from tests.scheduling.cases import GPT, LLAMA, MICRO_BATCH
 
 CPU = torch.device("cpu")
@@ -85,7 +85,7 @@ def test_it_asks_about_the_operators_of_the_model(name: str, tp: int, ep: int) -
     """All of them, as often as they are there, on as many tokens as their graphs say."""
     shape = SHAPES[name]
     layout = ParallelLayout(tp=tp, ep=ep, dp=ep) if shape.experts else ParallelLayout(tp=tp)
-    sizes = part_sizes(shape, layout, MICRO_BATCH)
+    sizes = PartSizes(shape, layout, MICRO_BATCH)
     asked: Counter[tuple[str, str, int]] = Counter()
     for use in uses(sizes):
         settings = json.dumps(dict(use.settings), sort_keys=True)
@@ -142,7 +142,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "kernels"
 
 
-SIZES = part_sizes(replace(LLAMA, layers=2), ParallelLayout(), 1)
+SIZES = PartSizes(replace(LLAMA, layers=2), ParallelLayout(), 1)
 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])

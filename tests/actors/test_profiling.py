@@ -25,7 +25,7 @@ from braid.scheduling.mesh.cluster import Stream
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.model.layers import built_in_parts
 from braid.scheduling.model.operators import Operator, Part
-from braid.scheduling.model.sizes import part_sizes
+from braid.scheduling.model.sizes import PartSizes
 from braid.scheduling.schedule.buckets import buckets_of, norm_axes
 
 VOCABULARY = 256
@@ -337,6 +337,6 @@ def test_every_sum_has_a_link_that_is_measured() -> None:
     layouts = [ParallelLayout(pp=2, tp=2, dp=4, ep=2), ParallelLayout(dp=4, zero=3, shards=2)]
     summed = {axis for layout in layouts for axis in norm_axes(layout)}
     for layout in layouts:
-        parts = built_in_parts(part_sizes(shape, layout, 8))
+        parts = built_in_parts(PartSizes(shape, layout, 8))
         summed |= {*buckets_of(parts, layout, shape.kinds).axes(0)}
     assert {"ep", "edp", "replica"} <= summed - {"ends"} <= {*_ALONG}

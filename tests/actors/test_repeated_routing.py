@@ -12,7 +12,7 @@ from braid.kernels.operators.router import Router
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.model.layers import built_in_parts
 from braid.scheduling.model.operators import Operator
-from braid.scheduling.model.sizes import part_sizes
+from braid.scheduling.model.sizes import PartSizes
 from tests.scheduling.cases import LLAMA
 
 TOKENS, HIDDEN = 4000, 16
@@ -22,7 +22,7 @@ def of_experts(experts: int, top_k: int, ep: int, capacity: float = 0.0) -> tupl
     """What there is of a rank's model, and the operator that routes."""
     shape = replace(LLAMA, family="moe", experts=experts, top_k=top_k, capacity_factor=capacity)
     layout = ParallelLayout(dp=ep, ep=ep)
-    part = built_in_parts(part_sizes(shape, layout, 1))["layer"]
+    part = built_in_parts(PartSizes(shape, layout, 1))["layer"]
     model = SimpleNamespace(shape=shape, layout=layout, context=SimpleNamespace(device=torch.device("cpu")))
     return model, part.forward.named("router")
 
@@ -48,7 +48,7 @@ def test_choices_of_a_run_come_back_by_turns() -> None:
 
 def test_rows_of_this_rank_are_told_pass_by_pass() -> None:
     model, _ = of_experts(8, 2, 2)
-    part = built_in_parts(part_sizes(model.shape, model.layout, 1))["layer"]
+    part = built_in_parts(PartSizes(model.shape, model.layout, 1))["layer"]
     repeated = RepeatedRouting(model, ())
     for rows in ((3, 0, 4, 1), (2, 2, 2, 3)):
         told = (None, None, None, None, rows)

@@ -9,7 +9,7 @@ import torch
 from braid.actors.stage.model.model import StageModel
 from braid.actors.stage.state.optimizer import state_slots
 from braid.actors.stage.state.parameters import Place
-from braid.scheduling.model.sizes import part_sizes
+from braid.scheduling.model.sizes import PartSizes
 from braid.scheduling.schedule import buckets
 from braid.scheduling.schedule.memory import rank_memory
 from braid.scheduling.schedule.states import ADAMW, OptimizerStates
@@ -59,7 +59,7 @@ def test_the_fullest_rank_keeps_what_is_predicted(
     found: dict[tuple[int, OptimizerStates], int] = {}
     for rank in range(layout.ranks):
         place = Place.of(layout.mesh, rank)
-        sizes_here = part_sizes(plan.shape, layout, config.train.micro_batch)
+        sizes_here = PartSizes(plan.shape, layout, config.train.micro_batch)
         stage_model = StageModel(
             shape=plan.shape,
             layout=layout,

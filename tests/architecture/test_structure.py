@@ -96,11 +96,9 @@ PARSING = {
 BORDERS = {
     "scheduling.text": "YAML, patterns, other systems' words",
     "scheduling.mesh.partition": "a partition as text",
-    "scheduling.mesh.mesh": "names of axes, in one function",
     "scheduling.model.operators": "keys of a profile's file; names that a schedule's text can hold",
     "scheduling.model.recompute": "`train.recompute`",
     "scheduling.model.presets.library": "names of files",
-    "scheduling.model.units": "an operator's name in a schedule's text",
     "scheduling.schedule.text": "a schedule as text",
     "scheduling.schedule.order": "an order as text",
     "scheduling.generate.named": "a schedule's name",

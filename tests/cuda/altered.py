@@ -15,7 +15,7 @@ from braid.actors.stage.run.streams import Transfer
 from braid.kernels.collectives.communicator import Communicator
 from braid.kernels.collectives.primitives import Launch
 from braid.scheduling.mesh.cluster import Stream
-from braid.scheduling.schedule.code import Body, Code
+from braid.scheduling.schedule.code import Code
 from braid.scheduling.schedule.operations import Compute, Node, Operation
 from tests.cuda.communicators import ModelGroup, Work
 from tests.cuda.machine import here
@@ -151,7 +151,7 @@ def relinked(change: Callable[[list[Operation]], list[Operation]]) -> Altered:
     def linked(whole: Any, *given: Any) -> Code:
         code = whole(*given)
         stages = [
-            tuple(replace(one, body=Body(tuple(change(list(one.operations))))) for one in stage)
+            tuple(one._replace(operations=tuple(change(list(one.operations)))) for one in stage)
             for stage in code.stages
         ]
         return replace(code, stages=tuple(stages))

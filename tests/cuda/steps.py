@@ -26,7 +26,7 @@ from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.mesh.partition import parse_partition
 from braid.scheduling.model.layers import built_in_parts
 from braid.scheduling.model.shape import ModelShape
-from braid.scheduling.model.sizes import PartSizes, part_sizes
+from braid.scheduling.model.sizes import PartSizes
 from braid.scheduling.model.units import unit_parts
 from braid.scheduling.schedule import buckets
 from braid.scheduling.schedule.code import Code
@@ -123,9 +123,7 @@ class Case:
 
     @property
     def sizes(self) -> PartSizes:
-        return part_sizes(
-            self.shape, self.layout, MICRO_BATCH, context=self.context, recompute=self.recompute
-        )
+        return PartSizes(self.shape, self.layout, MICRO_BATCH, context=self.context, recompute=self.recompute)
 
     def cut(self) -> AbstractContextManager[object]:
         """Within it, buckets are as small as the case wants them, in all threads: model, code and plans."""

@@ -21,7 +21,7 @@ from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.model.layers import built_in_parts
 from braid.scheduling.model.operators import Operator
 from braid.scheduling.model.shape import ModelShape
-from braid.scheduling.model.sizes import part_sizes
+from braid.scheduling.model.sizes import PartSizes
 from tests.cuda.clock import TimedDevice, group_ns
 from tests.cuda.machine import ModelGroups
 
@@ -46,7 +46,7 @@ def measured() -> Measured:
 def profiled(monkeypatch: pytest.MonkeyPatch, device: TimedDevice) -> Measured:
     """What the first of two ranks measures, and what the device took for every operator at most: for those
     that also run on a piece, the whole."""
-    sizes = part_sizes(SHAPE, LAYOUT, 2)
+    sizes = PartSizes(SHAPE, LAYOUT, 2)
     took: dict[str, list[float]] = defaultdict(list)
     method_of = profiling.method_of
 

@@ -47,7 +47,7 @@ from braid.kernels.operators.context_blocks import causal_order
 from braid.scheduling.generate.named import SCHEDULES
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.model.shape import ModelShape
-from braid.scheduling.model.sizes import part_sizes
+from braid.scheduling.model.sizes import PartSizes
 from braid.scheduling.plan.decide import simulate_setting
 from braid.scheduling.plan.layouts import plan_of
 from braid.scheduling.schedule.text import write
@@ -218,7 +218,7 @@ def planned(path: Path, overrides: Mapping[str, Mapping[str, Any]]) -> Mapping[s
 def whole_model(shape: ModelShape, device: str = "meta", **more: Any) -> StageModel:
     """The model of a run of one rank, without values."""
     layout, found = ParallelLayout(), {"dtype": torch.float32, "micro_batch": 1, **more}
-    sizes = part_sizes(shape, layout, found.pop("micro_batch"))
+    sizes = PartSizes(shape, layout, found.pop("micro_batch"))
     place, where = Place.of(layout.mesh, 0), torch.device(device)
     return StageModel(shape=shape, layout=layout, place=place, sizes=sizes, device=where, **found)
 

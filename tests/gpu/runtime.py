@@ -31,7 +31,7 @@ from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.model.layers import built_in_parts
 from braid.scheduling.model.operators import Part
 from braid.scheduling.model.shape import ModelShape, Workload
-from braid.scheduling.model.sizes import PartSizes, part_sizes
+from braid.scheduling.model.sizes import PartSizes
 from braid.scheduling.plan.decide import anything, decide, measured
 from braid.scheduling.plan.space import PART_BY_PART
 from braid.scheduling.schedule.schedule import Schedule
@@ -84,7 +84,7 @@ class Job:
 
     @property
     def sizes(self) -> PartSizes:
-        return part_sizes(self.shape, self.layout, self.micro_batch)
+        return PartSizes(self.shape, self.layout, self.micro_batch)
 
     @cached_property
     def graphs(self) -> Mapping[str, Part]:

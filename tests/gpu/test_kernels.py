@@ -16,7 +16,7 @@ from braid.kernels.family import Kind, OperatorFamily, candidates
 from braid.kernels.trials import _TRIALS, DeviceClock, Laboratory, Use, _Operands, _results
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.model.shape import ModelShape
-from braid.scheduling.model.sizes import part_sizes
+from braid.scheduling.model.sizes import PartSizes
 from tests.gpu.conftest import Finding, Lab
 from tests.gpu.runtime import llama
 from tests.gpu.test_schedules import NOISE
@@ -58,7 +58,7 @@ def use_of(operator: str, lab: Lab) -> tuple[Use, Mapping[str, Kind]]:
     kinds = candidates(operator, lab.device, lab.dtype)
     if "triton" not in kinds:
         pytest.skip("Triton is not installed, or has no such kernel")
-    every = (use for shape in shapes(lab.tiny) for use in uses(part_sizes(shape, ParallelLayout(), 1)))
+    every = (use for shape in shapes(lab.tiny) for use in uses(PartSizes(shape, ParallelLayout(), 1)))
     return next(use for use in every if use.operator == operator), kinds
 
 

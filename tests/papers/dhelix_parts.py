@@ -20,7 +20,7 @@ from braid.scheduling.model.layers import built_in_parts
 from braid.scheduling.model.operators import Graph, Kind, Phase
 from braid.scheduling.model.presets.library import cluster_preset, model_preset
 from braid.scheduling.model.shape import ModelShape
-from braid.scheduling.model.sizes import part_sizes
+from braid.scheduling.model.sizes import PartSizes
 from braid.scheduling.model.units import chunk_parameters
 from braid.scheduling.plan.decide import modelled, replay, simulate_setting
 from braid.scheduling.plan.orders import CostedSetting, layer_pair, segment_steps
@@ -60,7 +60,7 @@ def volumes(model: ModelShape, layout: ParallelLayout, step_tokens: int) -> tupl
     """
     width = DTYPE_BYTES["bf16"]
     samples = step_tokens // model.sequence // layout.dp
-    parts = built_in_parts(part_sizes(model, layout, 1))
+    parts = built_in_parts(PartSizes(model, layout, 1))
     layer = parts["layer"]
     operators = (*layer.forward.operators, *layer.backward.operators)
     tensor = sum(op.bytes for op in operators if op.axis == "tp")

@@ -22,7 +22,7 @@ from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.model.layers import built_in_parts
 from braid.scheduling.model.operators import Part, Phase
 from braid.scheduling.model.shape import ModelShape, Workload
-from braid.scheduling.model.sizes import part_sizes
+from braid.scheduling.model.sizes import PartSizes
 from braid.scheduling.model.units import unit_parts
 from braid.scheduling.plan.orders import FIXED
 from braid.scheduling.schedule.code import Code
@@ -122,7 +122,7 @@ def model_parts(
 ) -> dict[str, Part]:
     """Embedding, layer and head; they do not depend on the pipeline."""
     layout = ParallelLayout(tp=tp, cp=cp, dp=ep, ep=ep)
-    return built_in_parts(part_sizes(shape, layout, MICRO_BATCH, context=context, recompute=recompute))
+    return built_in_parts(PartSizes(shape, layout, MICRO_BATCH, context=context, recompute=recompute))
 
 
 def layout_for(name: str, stages: int, tp: int = 1, dp: int = 1, zero: int = 0) -> ParallelLayout:

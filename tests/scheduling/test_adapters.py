@@ -15,7 +15,7 @@ from braid.scheduling.model.layers import built_in_parts
 from braid.scheduling.model.lora import Lora
 from braid.scheduling.model.operators import Phase
 from braid.scheduling.model.shape import ModelShape
-from braid.scheduling.model.sizes import part_sizes
+from braid.scheduling.model.sizes import PartSizes
 from braid.scheduling.model.units import members_of
 from braid.scheduling.schedule.link import link
 from braid.scheduling.schedule.operations import Allocate, Gather, Reduce, Start
@@ -36,7 +36,7 @@ def adapted(model: ModelShape, lora: Lora = LORA) -> ModelShape:
 def test_counts_are_those_of_the_modules(name: str, tp: int, targets: tuple[str, ...] | None) -> None:
     """On every rank, and in all; also with the base."""
     shape, layout = adapted(MODELS[name], Lora(rank=2, targets=targets)), ParallelLayout(tp=tp)
-    sizes = part_sizes(shape, layout, 2)
+    sizes = PartSizes(shape, layout, 2)
     place, meta = Place.of(layout.mesh, 0), torch.device("meta")
     model = StageModel(shape=shape, layout=layout, place=place, sizes=sizes, device=meta, dtype=torch.float32)
     parts = members_of(built_in_parts(sizes), layout, sizes.kinds, 0)
@@ -53,7 +53,7 @@ def test_counts_are_those_of_the_modules(name: str, tp: int, targets: tuple[str,
 def test_a_frozen_matrix_has_no_weight_gradient() -> None:
     """And adapters cost little beside it; embedding and head compute no gradients for others than layers."""
     plain, few = (
-        built_in_parts(part_sizes(shape, ParallelLayout(tp=2), 2))
+        built_in_parts(PartSizes(shape, ParallelLayout(tp=2), 2))
         for shape in (LLAMA, adapted(LLAMA, Lora(rank=2, targets=("q", "v"))))
     )
     late = [op.name for op in few["layer"].backward.operators if op.phase is Phase.WEIGHT_GRADIENT]

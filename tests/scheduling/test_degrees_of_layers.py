@@ -7,7 +7,7 @@ import pytest
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.model.layers import built_in_parts
 from braid.scheduling.model.operators import Kind
-from braid.scheduling.model.sizes import part_sizes
+from braid.scheduling.model.sizes import PartSizes
 from braid.scheduling.text.pattern import base_kind
 from tests.scheduling.cases import LLAMA
 
@@ -19,7 +19,7 @@ MODEL = replace(LLAMA, layers=4)
 def test_a_layer_of_another_degree_takes_the_same_tokens(degree: int) -> None:
     """So nothing has to be moved between layers: its groups have samples of their own, in the same order."""
     layout = ParallelLayout(tp=4, tensor_degrees=(4, degree, degree, 4))
-    sizes = part_sizes(MODEL, layout, MICRO_BATCH)
+    sizes = PartSizes(MODEL, layout, MICRO_BATCH)
     parts = built_in_parts(sizes)
     kind = layout.kinds(("layer",) * 4)[1]
     part, whole = parts[kind], parts["layer"]

@@ -12,7 +12,7 @@ from braid.scheduling.model.builder import LayerBuilder
 from braid.scheduling.model.operators import Graph, Kind, Operator, Part, Phase, Precision
 from braid.scheduling.model.recompute import RECOMPUTE_POLICIES, with_recompute
 from braid.scheduling.model.shape import ModelShape
-from braid.scheduling.model.sizes import part_sizes
+from braid.scheduling.model.sizes import PartSizes
 from tests.scheduling.cases import GPT, LLAMA, TOKENS, model_parts
 
 FORWARD = """
@@ -38,7 +38,7 @@ def both(part: Part) -> tuple[Operator, ...]:
 
 def builder(name: str = "layer", tp: int = 1, shape: ModelShape = GPT) -> LayerBuilder:
     """Of a layer for one sample; a GPT's activations are as wide as their inputs."""
-    return LayerBuilder(name, part_sizes(shape, ParallelLayout(tp=tp), 1))
+    return LayerBuilder(name, PartSizes(shape, ParallelLayout(tp=tp), 1))
 
 
 # -- data flow ---------------------------------------------------------------------------------------------

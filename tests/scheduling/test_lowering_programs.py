@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from braid.scheduling.generate.named import PairMethod
 from braid.scheduling.generate.programs import program_of, serial_program
 from braid.scheduling.mesh.cluster import Stream
+from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.model.layers import layer_part
 from braid.scheduling.model.operators import Graph, Kind, Part, Phase
 from braid.scheduling.model.sizes import PartSizes
@@ -29,7 +30,7 @@ Values = Mapping[int, set[str]]
 def ring_layer() -> Part:
     """A layer with tensor parallelism inside the node and ring attention between nodes."""
     streams = {"cp": Stream.INTER}
-    return layer_part(PartSizes(shape=LLAMA, tp=2, micro_batch=2, cp=4, context="ring", streams=streams))
+    return layer_part(PartSizes(LLAMA, ParallelLayout(tp=2, cp=4), 2, streams, "ring"))
 
 
 def acting(action: Operation) -> Compute | Start | Wait:

@@ -18,7 +18,7 @@ from braid.scheduling.model.layers import built_in_parts, layer_part
 from braid.scheduling.model.operators import Part
 from braid.scheduling.model.recompute import RECOMPUTE_POLICIES
 from braid.scheduling.model.shape import ModelShape
-from braid.scheduling.model.sizes import part_sizes
+from braid.scheduling.model.sizes import PartSizes
 from tests.scheduling.cases import GPT, LLAMA, MOE, QWEN
 from tests.scheduling.test_graphs import check_data_flow
 
@@ -44,7 +44,7 @@ def parts_of(
     """Parts whose experts and context are parallel between nodes."""
     streams = {"cp": Stream.INTER, "ep": Stream.INTER}
     layout = ParallelLayout(dp=ep, tp=tp, cp=cp, ep=ep)
-    return built_in_parts(part_sizes(shape, layout, B, streams, context, recompute))
+    return built_in_parts(PartSizes(shape, layout, B, streams, context, recompute))
 
 
 def layer_of(
@@ -139,7 +139,7 @@ def test_an_own_operator_that_may_need_all_tokens_is_refused_with_some() -> None
         x = g.input()
         return g.residual("sum", g.custom("mixer", g.norm("norm", x), **how), x)
 
-    sizes = part_sizes(LLAMA, ParallelLayout(cp=2), B)
+    sizes = PartSizes(LLAMA, ParallelLayout(cp=2), B)
     with pytest.raises(ValueError, match=r"^parallel.cp=2 leaves layer 'own' .*'mixer' may need all; set"):
         layer_part(sizes, "own", graph)
     assert layer_part(sizes, "own", partial(graph, per_token=True)).forward.named("mixer")

@@ -13,7 +13,7 @@ from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.model.flops import model_flops
 from braid.scheduling.model.layers import built_in_parts
 from braid.scheduling.model.shape import ModelShape, Workload
-from braid.scheduling.model.sizes import part_sizes
+from braid.scheduling.model.sizes import PartSizes
 from braid.scheduling.model.units import chunk_parameters, chunk_parts
 from braid.scheduling.plan.decide import Outcome, decide, modelled, within
 from braid.scheduling.plan.space import PART_BY_PART
@@ -75,7 +75,7 @@ def test_layers_that_are_not_built_in_are_refused() -> None:
     for shape, known in ((replace(LLAMA, pattern="layer dense"), "layer"), (MOE, "layer, dense")):
         other = replace(shape, pattern="layer wide") if shape.experts else shape
         with pytest.raises(ValueError, match=rf"is no built-in layer of the family .*those are {known}$"):
-            built_in_parts(part_sizes(other, ParallelLayout(), 1))
+            built_in_parts(PartSizes(other, ParallelLayout(), 1))
 
 
 # -- sizes ---------------------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ def test_layers_that_are_not_built_in_are_refused() -> None:
 @pytest.mark.parametrize("shape", [MOE, replace(MOE, expert_ffn=40, shared_experts=2, experts=8, top_k=3)])
 def test_parameters_and_flops_are_those_of_the_graphs(shape: ModelShape, pattern: str) -> None:
     shape, layout = replace(shape, pattern=pattern), ParallelLayout()
-    parts = built_in_parts(part_sizes(shape, layout, 1))
+    parts = built_in_parts(PartSizes(shape, layout, 1))
     assert chunk_parameters(parts, layout, shape.kinds, 0).total == shape.parameters()
     names = [name for name, _ in chunk_parts(layout, shape.kinds, 0)]
     forward = sum(parts[name].evaluation.flops for name in names)
@@ -135,7 +135,7 @@ def test_operators_are_told_with_their_kind_where_there_are_several() -> None:
     spec, layout = cluster(gpus=2), ParallelLayout(tp=2)
 
     def names(shape: ModelShape) -> set[str]:
-        parts = built_in_parts(part_sizes(shape, layout, 1))
+        parts = built_in_parts(PartSizes(shape, layout, 1))
         return set(analytic_profile(spec, layout, parts).layer_operators.values())
 
     assert "qkv" in names(LLAMA)

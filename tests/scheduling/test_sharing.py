@@ -206,7 +206,7 @@ def test_passes_that_share_a_body_share_it_with_their_gathers() -> None:
     for ahead, keep in ((0, 0), (2, 2), (4, 4)):
         schedule = replace(schedule, prefetch=ahead, keep=keep)
         code = linked(schedule, own.layout, own.model.kinds, parts_for(own))
-        blocks = [s.body for s in code.stages[0] if isinstance(s.instruction, Block)]
+        blocks = [s.operations for s in code.stages[0] if isinstance(s.instruction, Block)]
         assert len(blocks) == 80
         assert len(set(map(id, blocks))) <= 8
 

@@ -9,7 +9,7 @@ from braid.scheduling.cost.uneven import of_fullest_rank
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.model.layers import built_in_parts
 from braid.scheduling.model.operators import Part
-from braid.scheduling.model.sizes import part_sizes
+from braid.scheduling.model.sizes import PartSizes
 from tests.scheduling.cases import MOE
 
 ON_ROWS = {"expert_order", "expert_in", "activation", "expert_out", "expert_return"}
@@ -17,7 +17,7 @@ ON_ROWS = {"expert_order", "expert_in", "activation", "expert_out", "expert_retu
 
 
 def parts_of(layout: ParallelLayout) -> dict[str, Part]:
-    return dict(built_in_parts(part_sizes(MOE, layout, 1)))
+    return dict(built_in_parts(PartSizes(MOE, layout, 1)))
 
 
 def a_profile(parts: dict[str, Part], ratio: float) -> Profile:

@@ -9,7 +9,6 @@ from braid.scheduling.mesh.layout import ParallelLayout, Placement
 from braid.scheduling.model.units import (
     chunk_units,
     joined,
-    measured_key,
     unit_name,
 )
 from braid.scheduling.schedule.operations import (
@@ -48,7 +47,7 @@ def test_a_unit_is_its_parts_one_after_the_other(tp: int, recompute: str) -> Non
     assert {op.key for op in ours} == {
         op.key for part in parts.values() for op in (*part.forward.operators, *part.backward.operators)
     }
-    assert all(measured_key(unit.name, op.name) == op.key for op in ours), "also where a text names it"
+    assert all(str(operator_key(unit.name, op.name)) == op.key for op in ours), "also where a text names it"
     assert [names[op.place] for op in ours] == [op.part for op in ours]
     check_data_flow(unit)
     saved = sum(parts[name].saved_bytes(2) for name in names)

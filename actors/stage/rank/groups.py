@@ -181,7 +181,7 @@ class TorchGroups:
             return None
         if self._on_gpus:
             return Communicator(TorchGroup(self._group(members, axis)))
-        both = is_tensor(axis) or whole_axis(axis) in LAYER_AXES
+        both = is_tensor(whole_axis(axis)) or whole_axis(axis) in LAYER_AXES
         return MessageLine(self._group(members), self._group(members) if both else None)
 
     def channel(self, lines: Sequence[Sequence[int]]) -> Channel:
@@ -208,7 +208,7 @@ class TorchGroups:
         return group
 
     def _limits(self, axis: str) -> "NcclLimits | None":
-        limits_axis = "tp" if is_tensor(axis) else whole_axis(axis)
+        limits_axis = "tp" if is_tensor(whole_axis(axis)) else whole_axis(axis)
         return None if self.nccl is None else getattr(self.nccl, limits_axis, self.nccl.dp)
 
     def gather(self, value: Any) -> list[Any]:

@@ -99,7 +99,7 @@ class Executor:
         bound: dict[tuple[object, ...], tuple[Bound, ...]] = {}
         self._stretches: list[_Stretch] = []
         for stretch in code.stages[mesh.position["pp"]]:
-            key = (id(stretch.body), *(pass_.chunk for pass_ in stretch.passes))
+            key = (id(stretch.operations), *(pass_.chunk for pass_ in stretch.passes))
             if key not in bound:
                 bound[key] = tuple(self._bind(operation, stretch) for operation in stretch.operations)
             frames = tuple(map(self._frame, stretch.passes, stretch.frames))

@@ -79,42 +79,31 @@ def architecture_of(shape: ModelShape) -> Architecture:
             f"model.rotary_scaling of the kind {kind!r} has no equal in {arch.name} of `transformers`; "
             f"it has {', '.join(map(repr, arch.rotary))}"
         )
-    if arch is GPT2 and (shape.kv_heads != shape.heads or shape.heads * shape.head_dim != shape.hidden):
-        raise ValueError(
-            f"GPT-2 has as many key-value heads as query heads, each as wide as hidden / heads; model.heads="
-            f"{shape.heads}, model.kv_heads={shape.kv_heads}, model.head_dim={shape.head_dim}, "
-            f"model.hidden={shape.hidden} have no equal in `transformers`"
-        )
-    if shape.balance_rate:
-        raise ValueError(
-            f"model.balance_rate={shape.balance_rate:g} has no Hugging Face form here: neither Mixtral nor "
-            f"Qwen3-MoE has a bias that takes part in the choice of experts"
-        )
-    if shape.experts and shape.shared_experts:
-        raise ValueError(
-            f"model.shared_experts={shape.shared_experts} has no Hugging Face form here: neither Mixtral nor "
-            f"Qwen3-MoE has experts that every token visits"
-        )
-    dense = shape.expert_layers < shape.layers
-    if arch is MIXTRAL and (dense or not _normalised(shape)):
-        raise ValueError(
-            f"Mixtral has experts in every layer, and divides gates by their sum; model.pattern="
-            f"{shape.pattern!r}, model.normalised={str(shape.normalised).lower()} have no equal in "
-            f"`transformers` without model.head_norm"
-        )
+    every_layer = shape.expert_layers == shape.layers
     wrong = {
-        "pattern": dense,
-        "mixer_jitter": not shape.mixer_jitter,
-        "top_k": shape.top_k != 2,
-        "projection_bias": shape.projection_bias != shape.qkv_bias,
+        "balance_rate": (shape.balance_rate, "no bias takes part in the choice of experts"),
+        "shared_experts": (shape.experts and shape.shared_experts, "no expert is visited by every token"),
     }
-    if arch is PHI_MOE and any(wrong.values()):
-        field = next(name for name, is_wrong in wrong.items() if is_wrong)
-        raise ValueError(
-            f"Phi-3.5-MoE has experts in every layer, of which a token visits two by SparseMixer's gates, "
-            f"and biases on all of attention's matrices or on none; model.{field}={getattr(shape, field)!r} "
-            f"has no equal in `transformers`"
+    if arch is GPT2:
+        wide = shape.heads * shape.head_dim == shape.hidden
+        wrong["kv_heads"] = (shape.kv_heads != shape.heads, "it is model.heads, the number of query heads")
+        wrong["head_dim"] = (not wide, "it is model.hidden / model.heads")
+    elif arch is MIXTRAL:
+        wrong["pattern"] = (not every_layer, "without model.head_norm every layer has experts")
+        wrong["normalised"] = (
+            not _normalised(shape),
+            "without model.head_norm gates sum to 1",
         )
+    elif arch is PHI_MOE:
+        biases = shape.projection_bias == shape.qkv_bias
+        wrong["pattern"] = (not every_layer, "every layer has experts")
+        wrong["mixer_jitter"] = (not shape.mixer_jitter, "gates are SparseMixer's")
+        wrong["top_k"] = (shape.top_k != 2, "a token visits two experts")
+        wrong["projection_bias"] = (not biases, "all of attention's matrices have biases, or none has")
+    for field, (is_wrong, why) in wrong.items():
+        if is_wrong:
+            shown = f"model.{field}={getattr(shape, field)!r} has no equal in `transformers`"
+            raise ValueError(f"{shown}: in {arch.name} {why}")
     return arch
 
 

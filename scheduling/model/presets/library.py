@@ -9,7 +9,7 @@ from typing import Any
 from braid.scheduling.mesh.cluster import ClusterSpec
 from braid.scheduling.model.presets.hugging_face import initial_shape
 from braid.scheduling.model.shape import ModelShape
-from braid.scheduling.text.records import from_mapping, number
+from braid.scheduling.text.records import file_text, from_mapping, number
 from braid.scheduling.text.suggestions import nearest
 from braid.scheduling.text.yaml_text import parse_yaml
 
@@ -78,11 +78,7 @@ def load_cluster(reference: str, nodes: int | None = None) -> ClusterSpec:
     """
     if not reference.endswith((".yaml", ".yml")):
         return cluster_preset(reference, nodes)
-    try:
-        text = Path(reference).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ValueError(f"cluster {reference} cannot be read: {reason}") from None
+    text = file_text(Path(reference), "cluster")
     spec = parse_cluster(parse_yaml(text, reference), reference)
     return spec if nodes is None else _with_nodes(spec, nodes)
 
