@@ -122,7 +122,7 @@ def test_schedules_of_cut_layers_are_valid_and_round_trip(
 
 
 def test_stages_between_nodes_are_on_another_stream_than_those_inside() -> None:
-    sizes = PartSizes(shape=LLAMA, tp=4, micro_batch=MICRO_BATCH, streams={"tp": Stream.INTER})
+    sizes = PartSizes(LLAMA, ParallelLayout(tp=4), MICRO_BATCH, {"tp": Stream.INTER})
     cut = partitioned(layer_part(sizes), 4, "tp/all_gather mesh 2x2 order 0,1").forward
     assert cut.named("mlp_gather.s1").stream is Stream.INTER
     assert cut.named("mlp_gather.s2").stream is Stream.INTRA
