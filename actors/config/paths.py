@@ -7,7 +7,7 @@ folder; paths that a run reads and writes begin where the command runs. `anchore
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -78,42 +78,40 @@ def is_hub_name(key: str, value: str, base: Path = Path()) -> bool:
 def _mapped(config: C, keys: Iterable[str], change: Callable[[str, str], str]) -> C:
     """Return a copy with ``change(key, path)`` in place of every path; keys that were not set stay unset."""
     for key in keys:
-        config = _changed(config, key.split("."), partial(_with_paths, key, partial(change, key)))
+        config = _changed(config, key.split("."), partial(_in_text, key, partial(change, key)))
     return config
 
 
-def _changed(holder: Any, names: list[str], change: Callable[[Any], Any]) -> Any:
-    """Return a copy of a section, or of a list of sections, with another value of the key that ``names``
-    leads to."""
-    if isinstance(holder, tuple):
-        return tuple(_changed(entry, names, change) for entry in holder)
-    if holder is None:
-        return None
-    name, *rest = names
-    value = getattr(holder, name)
-    new = _changed(value, rest, change) if rest else change(value)
-    return holder if new == value else holder.model_copy(update={name: new})
-
-
-def _with_paths(key: str, change: Callable[[str], str], value: Any) -> Any:
-    """Return a key's value after applying ``change`` to every path or URL in it."""
+def _changed(value: Any, names: Sequence[str], change: Callable[[str], str]) -> Any:
+    """Return a copy of a section, a list or a value, after applying ``change`` to every text of the key that
+    ``names`` leads to."""
     match value:
+        case BaseModel():
+            old = getattr(value, names[0])
+            new = _changed(old, names[1:], change)
+            return value if new == old else value.model_copy(update={names[0]: new})
+        case tuple():
+            return tuple(_changed(entry, names, change) for entry in value)
+        case dict():
+            return {name: _changed(entry, names, change) for name, entry in value.items()}
         case Path():
             return Path(change(str(value)))
-        case tuple():
-            return tuple(_with_paths(key, change, entry) for entry in value)
-        case dict():
-            return {name: _with_paths(key, change, entry) for name, entry in value.items()}
-        case str() if key == "model.layer":  # file.py:Class; package.module:Class has no path
-            file, _, name = value.rpartition(":")
-            return f"{change(file)}:{name}" if file.endswith(".py") else value
-        case str() if key.endswith("hub.id") and not value.startswith((".", "/", "~", "$")):
-            return value  # a name on the Hub
-        case str() if (key, value) not in _WORDS:
-            scheme = _FILE_URL.match(value) if key != "data.tokenizer" else None
-            start = scheme.end() if scheme else 0
-            return value[:start] + change(value[start:])
+        case str():
+            return change(value)
     return value
+
+
+def _in_text(key: str, change: Callable[[str], str], text: str) -> str:
+    """Return a key's text after applying ``change`` to the path or URL in it."""
+    if key == "model.layer":  # file.py:Class; package.module:Class has no path
+        file, _, name = text.rpartition(":")
+        return f"{change(file)}:{name}" if file.endswith(".py") else text
+    on_hub = key.endswith("hub.id") and not text.startswith((".", "/", "~", "$"))
+    if on_hub or (key, text) in _WORDS:
+        return text
+    scheme = _FILE_URL.match(text) if key != "data.tokenizer" else None
+    start = scheme.end() if scheme else 0
+    return text[:start] + change(text[start:])
 
 
 def _expand(key: str, path: str) -> str:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from braid.actors.config.model import Above0, AtLeast0, Count, Positive, Section, one_of
+from braid.actors.config.model import Above0, AtLeast0, Count, Positive, Section, clash, one_of
 from braid.scheduling.generate.named import SCHEDULES, ScheduleName
 from braid.scheduling.mesh.layout import AXES
 from braid.scheduling.model.recompute import RECOMPUTE_POLICIES
@@ -83,25 +83,16 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _optimizer_and_schedule(self) -> "TrainConfig":
         if self.momentum != MOMENTUM and self.optimizer != "muon":
-            raise ValueError(
-                f"momentum={self.momentum:g} is Muon's, and optimizer={self.optimizer}; set train.optimizer "
-                f"to muon, or leave train.momentum out (AdamW has train.betas)"
-            )
+            raise clash(self, "momentum", "optimizer", "set train.optimizer to muon; AdamW has train.betas")
         if self.decay_steps and self.schedule != "stable_decay":
-            raise ValueError(
-                f"decay_steps={self.decay_steps} belongs to schedule=stable_decay, and schedule="
-                f"{self.schedule}; set train.schedule to stable_decay, or train.decay_steps to 0"
-            )
+            raise clash(self, "decay_steps", "schedule", "set train.schedule to stable_decay")
         if self.warmup_steps + self.decay_steps > self.steps and self.decay_steps:
             raise ValueError(
                 f"decay_steps={self.decay_steps} and warmup_steps={self.warmup_steps} are more than "
                 f"steps={self.steps}; lower train.decay_steps or train.warmup_steps, or raise train.steps"
             )
         if self.optimizer == "adamw_8bit" and self.dtype == "fp64":
-            raise ValueError(
-                "optimizer=adamw_8bit computes in fp32, and dtype=fp64; set train.optimizer to adamw, or "
-                "train.dtype to fp32 or bf16"
-            )
+            raise clash(self, "optimizer", "dtype", "set train.dtype to fp32 or bf16")
         return self
 
     @property
@@ -156,12 +147,8 @@ class ParallelConfig(Section):
 
     @model_validator(mode="after")
     def _degrees_of_one_layout(self) -> "ParallelConfig":
-        degrees = self.tensor_degrees
-        if self.auto and isinstance(degrees, tuple):
-            raise ValueError(
-                f"tensor_degrees={list(degrees)} belong to one layout, and auto searches layouts; "
-                f"set parallel.auto to false and give the degrees, or leave parallel.tensor_degrees out"
-            )
+        if self.auto and isinstance(self.tensor_degrees, tuple):
+            raise clash(self, "tensor_degrees", "auto", "set parallel.auto to false")
         return self
 
     @property
@@ -200,10 +187,7 @@ class OverlapConfig(Section):
     @model_validator(mode="after")
     def _pipeline_of_the_schedule(self) -> "OverlapConfig":
         if self.pipeline is not None and self.schedule == AUTO:
-            raise ValueError(
-                f"pipeline={self.pipeline!r} is of one schedule, and schedule=auto; name the schedule, or "
-                f"leave the pipeline out"
-            )
+            raise clash(self, "pipeline", "schedule", "name the schedule, or leave the pipeline out")
         _ = self.name  # `ValueError` where the schedule has no such pipeline
         return self
 

@@ -112,20 +112,27 @@ MISTAKES = [
     wrong("train.dtype=fp16", "train.dtype='fp16'|did you mean 'bf16'?"),
     wrong("train.recompute=some", "train.recompute|some|selective"),
     wrong("train.reduce_dtype=fp16", "train.reduce_dtype='fp16'|must be bf16, or null"),
-    wrong("train.reduce_dtype=bf16 train.dtype=fp64", "train.dtype=fp64|train.reduce_dtype to null"),
+    wrong("train.reduce_dtype=bf16 train.dtype=fp64", "train.dtype='fp64'|train.reduce_dtype to null"),
     wrong(
         "train.reduce_dtype=bf16 train.deterministic_reduction=true",
-        "train.reduce_dtype=bf16|train.deterministic_reduction=true|train.reduce_dtype to null",
+        "train.reduce_dtype='bf16'|train.deterministic_reduction=true|one of both out",
     ),
     wrong("train.kernels=triton train.dtype=fp64", "train.kernels='triton'|train.dtype='fp64'|torch"),
     wrong("train.optimizer=adam", "train.optimizer='adam'|adamw, muon, adamw_8bit|did you mean 'adamw'?"),
-    wrong("train.optimizer=adamw_8bit train.dtype=fp64", "optimizer=adamw_8bit|dtype=fp64|to fp32 or bf16"),
-    wrong("train.momentum=0.9", "momentum=0.9 is Muon's|optimizer=adamw|set train.optimizer to muon"),
+    wrong(
+        "train.optimizer=adamw_8bit train.dtype=fp64", "optimizer='adamw_8bit'|dtype='fp64'|to fp32 or bf16"
+    ),
+    wrong(
+        "train.momentum=0.9", "momentum=0.9 does not go with optimizer='adamw'|set train.optimizer to muon"
+    ),
     wrong("train.momentum=1 train.optimizer=muon", "train.momentum=1|at least 0, < 1"),
     wrong("train.average=1", "train.average=1|at least 0, < 1"),
     wrong("train.average=-0.5", "train.average=-0.5|at least 0, < 1"),
     wrong("train.schedule=linar", "train.schedule='linar'|did you mean 'linear'?"),
-    wrong("train.decay_steps=5", "decay_steps=5 belongs to schedule=stable_decay|schedule=cosine"),
+    wrong(
+        "train.decay_steps=5",
+        "decay_steps=5 does not go with schedule='cosine'|set train.schedule to stable_decay",
+    ),
     wrong("train.schedule=stable_decay train.decay_steps=-1", "train.decay_steps=-1|at least 0"),
     wrong(
         "train.schedule=stable_decay train.steps=20 train.decay_steps=15 train.warmup_steps=10",
@@ -133,7 +140,7 @@ MISTAKES = [
     ),
     wrong("checkpoint.mirror=sftpp://host/run", "checkpoint.mirror|'sftpp'|did you mean 'sftp'?"),
     wrong("parallel.late_layers=1", "parallel.late_layers=1: this key is gone|raise parallel.zero"),
-    wrong("data.restart_positions=true", "data.restart_positions=true|data.document_mask to true"),
+    wrong("data.restart_positions=true", "data.restart_positions=true|data.document_mask=true"),
     # files that a configuration names
     wrong("data.files=[absent.txt]", "data.files|absent.txt|correct the path"),
     wrong("data.tokenizer=absent.json", "data.tokenizer|absent.json|bytes"),
@@ -186,7 +193,7 @@ MISTAKES = [
     wrong("parallel.cp=7", "model.sequence=|2 x parallel.cp=7|of 14"),
     wrong("parallel.dp=2 train.global_batch=9", "train.global_batch=9|train.micro_batch=2|8 or 12"),
     wrong("parallel.dp=512 train.global_batch=2048", "512 ranks|CPUs|lower|parallel.dp"),
-    wrong("parallel.zero=1 parallel.tp=2", "parallel.zero=1|parallel.dp=1 |2 or more"),
+    wrong("parallel.zero=1 parallel.tp=2", "parallel.zero=1|parallel.dp=1;|2 or more"),
     wrong("parallel.zero=3 parallel.dp=4 parallel.shards=3", "parallel.shards=3|parallel.dp=4|2, 4"),
     wrong("parallel.dp=4 parallel.shards=2", "parallel.shards=2|parallel.zero of 1 or more"),
     wrong("parallel.zero=3 parallel.dp=4 parallel.shards=2 elastic.max_ranks=4", "elastic.max_ranks|to 0"),
@@ -201,11 +208,11 @@ MISTAKES = [
     ),
     wrong(
         "parallel.auto=true parallel.tp=2 parallel.tensor_degrees=[2,1,1,2]",
-        "tensor_degrees=[2, 1, 1, 2]|auto searches layouts|parallel.auto to false",
+        "tensor_degrees=[2, 1, 1, 2]|auto=true|parallel.auto to false",
     ),
     wrong(
         "parallel.tp=2 parallel.tensor_degrees=auto 'train.recompute=2*full 2*none'",
-        "train.recompute='2*full 2*none'|parallel.tensor_degrees=auto|both to auto",
+        "train.recompute='2*full 2*none'|parallel.tensor_degrees='auto'|both to auto",
     ),
     # plans
     Mistake("train first.yaml --plan absent.yaml", "plan absent.yaml|braid plan --output"),

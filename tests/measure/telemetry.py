@@ -2,7 +2,7 @@
 
 The price: a run that records spans and streams them into files for some steps and not for others, by turns; a
 step is what the controller needs from one to the next. The stream: processes that push spans through ring and
-socket into files, as ranks do, as fast as they can and at a given rate.
+pipe into files, as ranks do, as fast as they can and at a given rate.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ from braid.actors.controller.controller import Controller, RunOptions
 from braid.actors.controller.ranks.group import WorkerGroup
 from braid.actors.controller.ranks.processes import ProcessLauncher
 from braid.actors.controller.records.run_records import StepDone
-from braid.actors.controller.records.span_files import SpanFiles, socket_collector
-from braid.actors.stage.measure.span_stream import SocketSink, SpanStream
+from braid.actors.controller.records.span_files import SpanFiles
+from braid.actors.stage.measure.span_stream import ConnectionSink, SpanStream
 from braid.actors.stage.rank.interface import Rank
 from braid.jobs.bench.rounds import Spread, prepare_text
 from braid.scheduling.mesh.cluster import Stream
@@ -98,18 +99,22 @@ def measure_price(config: Config, folder: Path, steps: int) -> dict[str, Any]:
 
 
 def measure_throughput(folder: Path, *, ranks: int, rate: float | None, seconds: float) -> dict[str, Any]:
-    """Processes push made-up steps through ring, socket and collector into files; spans a second.
+    """Processes push made-up steps through ring, pipe and collector into files; spans a second.
 
     ``rate``: of all ranks together; None: as many as they can.
     """
     files = SpanFiles(folder / f"stream-{rate}", 64 << 20)
     context = multiprocessing.get_context("spawn")
     results: Any = context.Queue()
-    with socket_collector(files) as collector:
-        given = (collector.target, None if rate is None else rate / ranks, seconds, results)
-        processes = [context.Process(target=push, args=(rank, *given)) for rank in range(ranks)]
-        for process in processes:
-            process.start()
+    with contextlib.closing(files):
+        given = (None if rate is None else rate / ranks, seconds, results)
+        processes = []
+        for number in range(ranks):
+            ours, theirs = context.Pipe(duplex=False)
+            files.receive(ours)
+            processes.append(context.Process(target=push, args=(number, theirs, *given)))
+            processes[-1].start()
+            theirs.close()
         found = [results.get(timeout=seconds + 60) for _ in processes]
         for process in processes:
             process.join()
@@ -125,12 +130,12 @@ def measure_throughput(folder: Path, *, ranks: int, rate: float | None, seconds:
     }
 
 
-def push(rank: int, target: str, rate: float | None, seconds: float, results: Any) -> None:
+def push(rank: int, target: Connection, rate: float | None, seconds: float, results: Any) -> None:
     """One process."""
     labels = Labels(Label(operator=f"operator {n}", stream=Stream.COMPUTE, layer=n % 8) for n in range(200))
     records = np.zeros(PER_STEP, RECORD)
     records["label"] = np.arange(PER_STEP) % len(labels)
-    stream = SpanStream(rank, 1, SocketSink(target), budget=float("inf"))
+    stream = SpanStream(rank, 1, ConnectionSink(target), budget=float("inf"))
     before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
     step = 0
     while (passed := time.perf_counter() - begin) < seconds:

@@ -13,7 +13,7 @@ _MEMORY_LIMITS = ("memory.max", "memory.limit_in_bytes")
 def usable_cpus(root: Path = _ROOT) -> float:
     """Return the number of CPUs, or the share that a quota allows: 1.5 where one and a half may always be
     busy."""
-    usable = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    usable = float(len(os.sched_getaffinity(0)))
     for folder in _groups(root):
         words = _words(folder / "cpu.max")  # version 2
         if not words:
@@ -55,7 +55,7 @@ def _groups(root: Path, controller: str = "cpu") -> Iterator[Path]:
         if number != "0" and controller not in controllers.split(","):
             continue
         tops = (mounts, mounts / "unified") if number == "0" else (mounts / controllers, mounts / controller)
-        top = next((one for one in tops if one.is_dir()), mounts)
+        top = next((folder for folder in tops if folder.is_dir()), mounts)
         group = top / path.strip("/")
         yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(top))
 

@@ -6,7 +6,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
@@ -14,10 +14,9 @@ from typing import Final, NamedTuple, cast
 
 from braid.actors.controller.ranks.failures import GuardError
 from braid.actors.controller.ranks.group import StoppedError, never
-from braid.actors.controller.records.span_files import SpanFiles
 
-_LAST_SPANS_SECONDS: Final = 5.0
-_LEAVE_SECONDS: Final = 60.0
+KINDS: Final = ("calls", "pulse", "spans")
+"""The connections that a rank makes."""
 
 
 @dataclass(frozen=True)
@@ -28,18 +27,17 @@ class Guest:
     pid: int
     calls: Connection
     pulse: Connection
+    spans: Connection
     exitcode: int | None = None
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait until the rank has closed its connections: for long, as torchrun takes a killed rank for a
-        failure of the run."""
-        with contextlib.suppress(EOFError, OSError):
-            while self.calls.poll(_LEAVE_SECONDS):
-                self.calls.recv_bytes()
+        """Wait until a rank that has answered its last call closes its connections."""
+        with contextlib.suppress(OSError):
+            self.calls.poll(timeout)
 
     def kill(self) -> None:
         """Let the process end: a rank whose connections close in the middle of its work exits."""
-        for connection in (self.calls, self.pulse):
+        for connection in (self.calls, self.pulse, self.spans):
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
                 end.shutdown(socket.SHUT_RDWR)
 
@@ -66,8 +64,6 @@ class Door:
         self.plate = Plate(*cast("tuple[str, int]", self._listener.address), secrets.token_hex(32))
         self._arrived: dict[tuple[str, int], tuple[Connection, str, int]] = {}
         self._changed = threading.Condition()
-        self._files: SpanFiles | None = None
-        self._streams = 0
         self._open = True
         threading.Thread(target=self._listen, name="door", daemon=True).start()
 
@@ -105,9 +101,6 @@ class Door:
             return
         with contextlib.suppress(OSError, EOFError, ValueError):
             kind, rank, address, pid = connection.recv()
-            if kind == "spans":
-                self._read_spans(connection)
-                return
             with self._changed:
                 self._arrived[kind, rank] = connection, address, pid
                 self._changed.notify_all()
@@ -115,7 +108,7 @@ class Door:
     def take(self, rank: int, limit_s: float, stopped: Callable[[], bool] = never) -> Guest:
         """Wait for a rank's process. Raise `StoppedError`, or an error that ends the run if it does not come
         within ``limit_s`` seconds."""
-        keys, deadline = [("calls", rank), ("pulse", rank)], time.monotonic() + limit_s
+        keys, deadline = [(kind, rank) for kind in KINDS], time.monotonic() + limit_s
         with self._changed:
             while not all(key in self._arrived for key in keys):
                 if stopped():
@@ -124,27 +117,5 @@ class Door:
                     text = f"its process has not come within {limit_s:g} s (cluster.group_timeout_s)"
                     raise GuardError(rank, text)
                 self._changed.wait(0.1)
-            (calls, address, pid), (pulse, *_) = (self._arrived.pop(key) for key in keys)
-        return Guest(address, pid, calls, pulse)
-
-    @contextlib.contextmanager
-    def collecting(self, files: SpanFiles) -> Iterator[None]:
-        """Write the spans that ranks send within the block; at its end wait for those under way."""
-        self._files = files
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._changed.wait_for(lambda: not self._streams, _LAST_SPANS_SECONDS)
-                self._files = None
-
-    def _read_spans(self, connection: Connection) -> None:
-        with self._changed:
-            self._streams += 1
-        try:
-            while self._files is not None:
-                self._files.take(connection.recv_bytes())
-        finally:
-            with self._changed:
-                self._streams -= 1
-                self._changed.notify_all()
+            (calls, address, pid), (pulse, *_), (spans, *_) = (self._arrived.pop(key) for key in keys)
+        return Guest(address, pid, calls, pulse, spans)

@@ -17,20 +17,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from braid.actors.config import Config, ConfigError
 from braid.actors.config.joined import JoinedProcess
 from braid.actors.config.variables import inherited
-from braid.actors.controller.ranks.door import Door, Guest, Plate
+from braid.actors.controller.ranks.door import KINDS, Door, Guest, Plate
 from braid.actors.controller.ranks.failures import GuardError
-from braid.actors.controller.ranks.group import Collector, WorkerError, WorkerGroup, never
+from braid.actors.controller.ranks.group import WorkerError, WorkerGroup, never
 from braid.actors.controller.ranks.parent import HELD, die_with
 from braid.actors.controller.ranks.processes import (
     Child,
-    PipeEnd,
     ProcessGroup,
     ProcessLauncher,
     ProcessPlace,
@@ -40,7 +37,8 @@ from braid.actors.controller.ranks.processes import (
     obey,
 )
 from braid.actors.controller.ranks.rank_environment import rank_environment
-from braid.actors.controller.records.span_files import SpanFiles, socket_collector
+from braid.actors.controller.records.span_files import SpanFiles
+from braid.actors.stage.measure.span_stream import ConnectionSink
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -161,31 +159,33 @@ class JoinedLauncher(ProcessLauncher):
             ProcessPlace(address, machine=f"emulated host {rank}" if alone else None)
             for rank, address in enumerate(addresses)
         ]
-        return JoinedGroup(places, self._config, self._serve, guests)
-
-    @contextlib.contextmanager
-    def collector(self, files: Path, bytes_per_rank: int) -> Iterator[Collector]:
-        assert self._door is not None
-        spans = SpanFiles(files, bytes_per_rank)
-        with socket_collector(spans), self._door.collecting(spans):  # of rank 0, and of the others
-            yield spans
+        return JoinedGroup(places, self._config, self._serve, self._spans, guests)
 
 
 class JoinedGroup(ProcessGroup):
     """Ranks of which all but the first are processes that torchrun has started."""
 
+    _leave_seconds = 60.0
+    """Long, as torchrun takes a killed rank for a failure of the run."""
+
     def __init__(
-        self, places: Sequence[ProcessPlace], config: Config, serve: Serve, guests: Mapping[int, "Guest"]
+        self,
+        places: Sequence[ProcessPlace],
+        config: Config,
+        serve: Serve,
+        spans: SpanFiles | None,
+        guests: Mapping[int, Guest],
     ) -> None:
         self._guests = guests
-        super().__init__(places, config, serve)
-        for rank in guests:
-            self._children[rank].calls.send(config)
+        super().__init__(places, config, serve, spans)
+        for guest in guests.values():
+            with contextlib.suppress(OSError):  # its first call tells that it has ended
+                guest.calls.send(config)
 
     def _start(self, rank: int) -> Child:
         if (guest := self._guests.get(rank)) is None:
             return super()._start(rank)
-        return Child(guest, PipeEnd(guest.calls), PipeEnd(guest.pulse))
+        return self._child(guest, guest.calls, guest.pulse, guest.spans)
 
     def _restart(self, ranks: Sequence[int]) -> None:
         for rank in self._guests.keys() & set(ranks):
@@ -238,11 +238,11 @@ def _ignore_signals() -> None:
 
 def _served(process: JoinedProcess, plate: Plate) -> bool:
     """Be a rank of the next group of ranks (of a profile, of the run); return False if no other will come."""
-    from braid.actors.stage.rank.joined import JoinedWorker
+    from braid.actors.stage.rank.worker import Worker
 
     address = own_address(process)
     try:
-        calls, pulse = (plate.knock(kind, process.rank, address) for kind in ("calls", "pulse"))
+        calls, pulse, spans = (plate.knock(kind, process.rank, address) for kind in KINDS)
         config = calls.recv()
     except (OSError, EOFError):  # the door is closed
         return False
@@ -256,9 +256,10 @@ def _served(process: JoinedProcess, plate: Plate) -> bool:
             os._exit(1)
 
     threading.Thread(target=watch, name="pulse", daemon=True).start()
-    served.append(JoinedWorker(process.rank, address, partial(plate.knock, "spans", process.rank, address)))
+    served.append(Worker(process.rank, address))
+    served[0].spans = ConnectionSink(spans)
     obey(served[0], process.rank, calls)
     over.set()
-    calls.close()
-    pulse.close()
+    for connection in (calls, pulse, spans):
+        connection.close()
     return True

@@ -75,23 +75,18 @@ class Found:
 class Homes:
     """All places with checkpoints from which a run can resume."""
 
-    def __init__(
-        self, store: CheckpointStore, mirror: Mirror | None, run: str, *, unmarked: bool = True
-    ) -> None:
-        """``run``: the mark that this run's checkpoints have. ``unmarked``: whether checkpoints without a
-        mark, which older versions wrote, count as this run's; False if the folder's former run is being
-        replaced."""
+    def __init__(self, store: CheckpointStore, mirror: Mirror | None, run: str) -> None:
+        """``run``: the mark that this run's checkpoints have."""
         self.store, self.mirror, self.run = store, mirror, run
-        self._own = (run, "") if unmarked else (run,)
 
     @classmethod
-    def of(cls, config: Config, run: RunIdentity, *, resume: bool = True) -> "Homes":
+    def of(cls, config: Config, run: RunIdentity) -> "Homes":
         """Build the homes that a configuration names; raise `ConfigError` if the mirror's URL has no file
         system."""
         url = config.checkpoint.mirror
         mirror = Mirror(url, run) if url is not None else None
         store = CheckpointStore(config.run_directory / "checkpoints")
-        return cls(store, mirror, run.mark, unmarked=resume)
+        return cls(store, mirror, run.mark)
 
     @property
     def stores(self) -> tuple[CheckpointStore, ...]:
@@ -107,7 +102,7 @@ class Homes:
         for store in self.stores:
             with contextlib.suppress(OSError):
                 theirs = store is not self.store  # the mirror's folder is this run's alone
-                steps |= {step for step in store.steps() if theirs or store.run_of(step) in self._own}
+                steps |= {step for step in store.steps() if theirs or store.run_of(step) == self.run}
         return sorted(steps)
 
     def begun(self) -> bool:
@@ -116,7 +111,7 @@ class Homes:
 
     def _here(self) -> list[int]:
         """Return the steps in the run's own directory whose checkpoints are not known to be another run's."""
-        return [step for step in self.store.steps() if self.store.run_of(step) in (*self._own, None)]
+        return [step for step in self.store.steps() if self.store.run_of(step) in (self.run, None)]
 
     def newest_of(self, shape: ModelShape, verify: Verify | None = None) -> Found:
         """Return the newest good checkpoint; raise `CheckpointError` if there is none, or it is of another

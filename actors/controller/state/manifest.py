@@ -39,7 +39,7 @@ class Manifest(BaseModel):
     states: dict[str, Any] = {}
     """Fields of `OptimizerStates`; empty in older checkpoints, which are AdamW's without an average."""
     run: str = ""
-    """Mark of the run that wrote the checkpoint (`RunDirectory.identity`); empty if the run has none."""
+    """Mark of the run that wrote the checkpoint (`RunDirectory.identity`)."""
     validation_loss: float | None = None
     """Validation loss of the saved state, in nats per token; None if that state was not validated."""
 
@@ -147,7 +147,7 @@ class CheckpointStore:
             self._remove(path)
         self.remove_unfinished(generation)
         steps = [step for step in self.steps() if newest is None or step <= newest]
-        own = [step for step in steps if self.run_of(step) in (None, "", run)]
+        own = [step for step in steps if self.run_of(step) in (None, run)]
         for step in to_be_removed(own, keep, keep_every):
             if step not in spared:
                 self._remove(self.directory / f"step-{step}")
@@ -178,7 +178,7 @@ class CheckpointStore:
         for step in (step for step in self.steps() if newest is None or step <= newest):
             with contextlib.suppress(CheckpointError):
                 manifest = read_manifest(self.directory / f"step-{step}")
-                own += [manifest] if manifest.run in ("", run) and manifest.step == step else []
+                own += [manifest] if manifest.run == run and manifest.step == step else []
         return best_of(own)
 
     def undo_replacements(self) -> None:

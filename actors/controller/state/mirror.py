@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from braid.actors.config import CheckpointConfig, ConfigError
-from braid.actors.config.urls import check_protocol, file_system
+from braid.actors.config.urls import file_system
 from braid.actors.controller.state.manifest import (
     MANIFEST,
     CheckpointStore,
@@ -27,7 +27,7 @@ from braid.actors.controller.state.manifest import (
 )
 
 _RUN_FILE = "run.json"
-_KEY = "checkpoint.mirror"
+KEY = "checkpoint.mirror"
 
 
 class MirrorError(ConfigError):
@@ -45,14 +45,8 @@ class RunIdentity:
     """Marks of the runs of this name that this run replaces, as its user asked (``overwrite``)."""
 
 
-def check_url(url: str) -> None:
-    """Raise `ConfigError` if a URL's protocol is unknown; the protocol's package need not be installed
-    here."""
-    check_protocol(_KEY, url)
-
-
 def _open(url: str) -> tuple[Any, str]:
-    files, root = file_system(_KEY, url)
+    files, root = file_system(KEY, url)
     files.invalidate_cache()  # others write there
     return files, root.rstrip("/")
 

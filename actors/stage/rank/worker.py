@@ -17,7 +17,7 @@ from braid.actors.stage.measure.kernel_uses import KernelChoice
 from braid.actors.stage.measure.memory_meter import MemoryMeter
 from braid.actors.stage.measure.peak_memory import PeakMemory
 from braid.actors.stage.measure.profiling import Profiler
-from braid.actors.stage.measure.span_stream import Sink, SocketSink, SpanStream
+from braid.actors.stage.measure.span_stream import Sink, SpanStream
 from braid.actors.stage.measure.telemetry import Recorder
 from braid.actors.stage.measure.torch_profile import TorchProfile
 from braid.actors.stage.model.routing import ChoicesMade
@@ -56,6 +56,8 @@ class Worker(Logged, Rank):
         keep_freed_memory()
         self.rank = rank
         self.address = address
+        self.spans: Sink | None = None
+        """Receiver of this rank's spans; the process that the rank runs in sets it."""
         self._stream: SpanStream | None = None
         self._membership = Membership(address)
         self._kernels = KernelChoice()
@@ -229,14 +231,15 @@ class Worker(Logged, Rank):
         self._parts.buckets.zero()
 
     def stream_spans(self, target: Any, generation: int) -> None:
-        """Stream the spans of all further steps to a collector; ``target`` is the path of a Unix socket
-        here.
+        """Stream the spans of all further steps to a collector; ``target`` is not used here, as the process
+        has a connection (`spans`).
         """
         if self._config.telemetry.spans:
             self._stream = SpanStream(self.rank, generation, self._span_sink(target))
 
     def _span_sink(self, target: Any) -> Sink:
-        return SocketSink(target)
+        assert self.spans is not None, "whoever starts a process sets it"
+        return self.spans
 
     def record_spans(self, on: bool) -> None:
         self._parts.recorder.recording = on
