@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from braid.actors.config.joined import JoinedProcess
-from braid.actors.controller.ranks.door import Door, Plate
+from braid.actors.controller.ranks.rendezvous import KINDS, Door, Plate
 from braid.actors.controller.records.json_lines import read_lines
 from tests.end_to_end.command import (
     braid,
@@ -184,7 +184,7 @@ def test_a_door_opens_to_nobody_without_the_token() -> None:
         silent = socket.create_connection(door.plate[:2])
         with pytest.raises(Exception, match=r"digest|Authentication|reject"):
             Plate(*door.plate[:2], "another token").knock("calls", 1, "127.0.0.1")
-        connections = [door.plate.knock(kind, 1, "127.0.0.1") for kind in ("calls", "pulse")]
+        connections = [door.plate.knock(kind, 1, "127.0.0.1") for kind in KINDS]
         guest = door.take(1, 5.0)
         guest.calls.send("hello")
         assert connections[0].recv() == "hello"

@@ -23,7 +23,6 @@ from typing import Any
 from braid.actors.config import Config, ConfigError
 from braid.actors.config.variables import inherited
 from braid.actors.controller.ranks.cpus import usable_cpus
-from braid.actors.controller.ranks.door import Guest
 from braid.actors.controller.ranks.group import WorkerError, WorkerGroup, never, raised
 from braid.actors.controller.ranks.parent import HELD, die_with, signals_held
 from braid.actors.controller.ranks.private_folders import shorten_multiprocessing
@@ -276,6 +275,29 @@ class Line:
     def close(self) -> None:
         """Close the connection once the last call is answered, or the rank's process has ended."""
         self._unsent.put(None)
+
+
+@dataclass(frozen=True)
+class Guest:
+    """The process of a rank that somebody else has started, and the controller's ends of its connections."""
+
+    address: str
+    pid: int
+    calls: Connection
+    pulse: Connection
+    spans: Connection
+    exitcode: int | None = None
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until a rank that has answered its last call closes its connections."""
+        with contextlib.suppress(OSError):
+            self.calls.poll(timeout)
+
+    def kill(self) -> None:
+        """Let the process end: a rank whose connections close in the middle of its work exits."""
+        for connection in (self.calls, self.pulse, self.spans):
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
+                end.shutdown(socket.SHUT_RDWR)
 
 
 @dataclass(frozen=True)
