@@ -99,7 +99,8 @@ def remove_oldest(files: Iterable[Path], keep: int) -> list[Path]:
 def decide(config: Config, shape: ModelShape, profile: Profile) -> Decisions:
     """Search and simulate. Raise `ValueError` as `find_or_decide` does."""
     planned = planning.plan_run(config, shape, profile)
-    taken, serial = planned.taken, planned.serial_step()
+    taken, alone = planned.taken, planned.serial.numbers
+    serial = SerialStep(seconds=alone.step_seconds, alpha=alone.communication_seconds / alone.step_seconds)
     searched = config.overlap.schedule == AUTO
     texts = {"predicted.json": json.dumps(prediction(taken, serial), indent=1)}
     if config.overlap.schedule_file is None:  # `braid train --plan` can run it again

@@ -64,7 +64,6 @@ class Interruptions:
     """Counts a run's interruptions, and keeps the newest failure and change until a step is done."""
 
     def __init__(self, config: FailureConfig, failure: Interruption | None = None) -> None:
-        self._max_restarts = config.max_restarts
         self.budget = RestartBudget(config.max_restarts)
         self._spikes = RestartBudget(config.max_restarts)
         self.repeated: set[int] = set()
@@ -82,7 +81,7 @@ class Interruptions:
         if isinstance(error, SpikeError):
             return True
         self._tries += 1
-        if self._tries > 1 and self._max_restarts:
+        if self._tries > 1 and self.budget.most:
             return self._tries <= MAX_TRIES
         return self.budget.spend()
 

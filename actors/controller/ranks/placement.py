@@ -215,18 +215,18 @@ class ActorCollector:
 
     def __init__(self, actor: Any) -> None:
         self.target = actor
-        self._answer: Any = None
+        self._answer: Future[SpanCounts] | None = None
         self._known = SpanCounts()
 
     def counts(self) -> SpanCounts:
         """Return the actor's answer to an earlier call, without waiting for a new one; a trouble once the
         actor is gone."""
         try:
-            if self._answer is not None and ray.wait([self._answer], timeout=0)[0]:
+            if self._answer is not None and self._answer.done():
                 answer, self._answer = self._answer, None
-                self._known = ray.get(answer)
+                self._known = answer.result()
             if self._answer is None:
-                self._answer = self.target.counts.remote()
+                self._answer = self.target.counts.remote().future()
         except RayError as error:
             return SpanCounts(trouble=f"the collector of spans is gone: {str(error).splitlines()[0]}")
         return self._known
