@@ -83,11 +83,11 @@ class DataConfig(Section):
         there is no mixture."""
         if not self.mixture:
             return {"": self}
-        own = {entry.name: entry.model_dump(exclude={"name", "weight", "hub"}) for entry in self.mixture}
+        given = {entry.name: entry.model_dump(exclude={"name", "weight", "hub"}) for entry in self.mixture}
         return {
             entry.name: self.model_copy(
                 update={
-                    **{key: value for key, value in own[entry.name].items() if value is not None},
+                    **{key: value for key, value in given[entry.name].items() if value is not None},
                     "hub": entry.hub,
                     "mixture": (),
                     "directory": self.directory and self.directory / entry.name,

@@ -24,7 +24,7 @@ def checked_address(address: str, schemes: Sequence[str]) -> str:
     scheme, _, rest = address.partition(":")
     parts = urlsplit(address)
     if scheme not in schemes or not rest:
-        raise ValueError(f"must begin with {' or '.join(f'{one}:' for one in schemes)}")
+        raise ValueError(f"must begin with {' or '.join(f'{name}:' for name in schemes)}")
     if scheme in ("http", "https") and not parts.hostname:
         raise ValueError("names no host; write it as http://HOST:PORT")
     if parts.password is not None:

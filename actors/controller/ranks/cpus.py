@@ -31,8 +31,8 @@ def whole_cpus() -> int:
 
 def throttled(root: Path = _ROOT) -> int:
     """Return how often a CPU quota has stopped the processes of this process's control groups so far."""
-    found = [_words(folder / "cpu.stat") for folder in _groups(root)]
-    return sum(int(words[words.index("nr_throttled") + 1]) for words in found if "nr_throttled" in words)
+    counts = [_words(folder / "cpu.stat") for folder in _groups(root)]
+    return sum(int(words[words.index("nr_throttled") + 1]) for words in counts if "nr_throttled" in words)
 
 
 def memory_here(root: Path = _ROOT) -> int | None:
@@ -43,7 +43,7 @@ def memory_here(root: Path = _ROOT) -> int | None:
         return None
     total = int(words[words.index("MemTotal:") + 1]) << 10
     limits = (_words(folder / name) for folder in _groups(root, "memory") for name in _MEMORY_LIMITS)
-    return min([total, *(int(found[0]) for found in limits if found and found[0].isdigit())])
+    return min([total, *(int(words[0]) for words in limits if words and words[0].isdigit())])
 
 
 def _groups(root: Path, controller: str = "cpu") -> Iterator[Path]:

@@ -57,8 +57,8 @@ class Reserved:
         if group is None or not context.should_capture_child_tasks_in_placement_group:
             return None
         first, *others = group.bundle_specs  # Ray Tune places the trial itself in the first bundle
-        own = context.get_assigned_resources()
-        left = {name: value - own.get(name, 0.0) for name, value in first.items()}
+        held = context.get_assigned_resources()
+        left = {name: value - held.get(name, 0.0) for name, value in first.items()}
         return Reserved(group, (left, *others))
 
 
@@ -264,13 +264,13 @@ class ActorGroup(WorkerGroup):
             raise
 
     def _start(self, rank: int) -> Any:
-        place = PlacementGroupSchedulingStrategy(
+        bundle = PlacementGroupSchedulingStrategy(
             placement_group=self._group, placement_group_bundle_index=self._bundle_of[rank]
         )
         options = {
             "num_cpus": self._bundle["CPU"],
             "num_gpus": self._bundle.get("GPU", 0.0),
-            "scheduling_strategy": place,
+            "scheduling_strategy": bundle,
             "runtime_env": {"env_vars": rank_environment(self._config, {})},
         }
         return start_stage(rank, options, inherited(self._config.cluster.env, os.environ))
@@ -279,10 +279,10 @@ class ActorGroup(WorkerGroup):
         """Number ranks that have just been started."""
         self._find_nodes()
         order = numbered(self._nodes, ranks)
-        for own in (self._actors, self._bundle_of, self._nodes):
-            values: list[Any] = [own[rank] for rank in order]
+        for by_rank in (self._actors, self._bundle_of, self._nodes):
+            values: list[Any] = [by_rank[rank] for rank in order]
             for rank, value in zip(ranks, values, strict=True):
-                own[rank] = value
+                by_rank[rank] = value
         for rank in ranks:  # its other calls come after this one
             self._actors[rank].number_as.remote(rank)
         self.addresses = [str(node["address"]) for node in self._nodes]

@@ -59,9 +59,9 @@ def store() -> "Store":
     """Connect to torchrun's store, or host it, if this is rank 0 and the launcher has none."""
     from torch.distributed import PrefixStore, rendezvous
 
-    found, *_ = next(rendezvous("env://", timeout=_WAIT))
+    common, *_ = next(rendezvous("env://", timeout=_WAIT))
     attempt = [os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT")]
-    return PrefixStore("/".join(["braid", *attempt]), found)
+    return PrefixStore("/".join(["braid", *attempt]), common)
 
 
 def own_address(process: JoinedProcess) -> str:
@@ -238,8 +238,7 @@ class JoinedLauncher(ProcessLauncher):
         assert self._door is not None, "ranks start within the block of `gathered`"
         limit_s = self._config.cluster.group_timeout_s
         guests = {rank: self._door.take(rank, limit_s, stopped) for rank in range(1, ranks)}
-        own = own_address(self._process)
-        addresses = [own, *(guest.address for guest in guests.values())]
+        addresses = [own_address(self._process), *(guest.address for guest in guests.values())]
         alone = self._config.cluster.emulated_link_mbit is not None
         places = [
             ProcessPlace(address, machine=f"emulated host {rank}" if alone else None)

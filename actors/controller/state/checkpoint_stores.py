@@ -119,19 +119,19 @@ class Homes:
 
         Without ``verify``, only manifests and file sizes are checked, and nothing is fetched.
         """
-        found = self.newest_good(verify)
+        newest = self.newest_good(verify)
         # Fields that older checkpoints lack have their defaults.
         usual = {entry.name: entry.default for entry in fields(shape) if entry.default is not MISSING}
         of_training = {name: getattr(shape, name) for name in OF_TRAINING}
-        ours, theirs = to_mapping(shape), {**usual, **found.manifest.shape, **of_training}
+        ours, theirs = to_mapping(shape), {**usual, **newest.manifest.shape, **of_training}
         if theirs != ours:
             odd = next(key for key in ours if theirs.get(key) != ours[key])
             which = " (data.tokenizer decides it)" if odd == "vocabulary" else ""
             raise CheckpointError(
-                f"checkpoint {found.path} is of a model with {odd}={theirs.get(odd)}, the configuration says "
-                f"model.{odd}={ours[odd]}{which}; set it as it was, or begin a run of another name"
+                f"checkpoint {newest.path} is of a model with {odd}={theirs.get(odd)}, the configuration "
+                f"says model.{odd}={ours[odd]}{which}; set it as it was, or begin a run of another name"
             )
-        return found
+        return newest
 
     def newest_good(self, verify: Verify | None = None) -> Found:
         """Return the newest undamaged checkpoint, with notes about damaged newer ones.

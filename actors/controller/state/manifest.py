@@ -147,8 +147,8 @@ class CheckpointStore:
             self._remove(path)
         self.remove_unfinished(generation)
         steps = [step for step in self.steps() if newest is None or step <= newest]
-        own = [step for step in steps if self.run_of(step) in (None, run)]
-        for step in to_be_removed(own, keep, keep_every):
+        of_run = [step for step in steps if self.run_of(step) in (None, run)]
+        for step in to_be_removed(of_run, keep, keep_every):
             if step not in spared:
                 self._remove(self.directory / f"step-{step}")
 
@@ -174,12 +174,12 @@ class CheckpointStore:
     def best(self, run: str, newest: int | None = None) -> Manifest | None:
         """Return the manifest of a run's checkpoint with the lowest validation loss, of steps up to
         ``newest``; None if none of them was validated."""
-        own: list[Manifest] = []
+        of_run: list[Manifest] = []
         for step in (step for step in self.steps() if newest is None or step <= newest):
             with contextlib.suppress(CheckpointError):
                 manifest = read_manifest(self.directory / f"step-{step}")
-                own += [manifest] if manifest.run == run and manifest.step == step else []
-        return best_of(own)
+                of_run += [manifest] if manifest.run == run and manifest.step == step else []
+        return best_of(of_run)
 
     def undo_replacements(self) -> None:
         """Restore the name of an older save of a step, if a crash between the two renames of `publish`
@@ -241,9 +241,11 @@ def inspect(path: Path) -> Manifest:
                 f"checkpoint {path}: file {min(odd)} is missing or was not written by the save"
             )
         for name, (size, _) in manifest.files.items():
-            found = (path / name).stat().st_size
-            if found != size:
-                raise CheckpointError(f"checkpoint {path}: file {name} has {found} bytes instead of {size}")
+            size_here = (path / name).stat().st_size
+            if size_here != size:
+                raise CheckpointError(
+                    f"checkpoint {path}: file {name} has {size_here} bytes instead of {size}"
+                )
     except OSError as error:
         what = f"checkpoint {path}: file {error.filename} cannot be read: {error.strerror}"
         raise CheckpointError(what) from None
