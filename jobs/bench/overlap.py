@@ -23,7 +23,8 @@ from braid.actors.config import Config
 from braid.actors.controller.planning import build_schedule, in_memory, model_graphs, plan_run, setting_of
 from braid.actors.controller.profiling import measure
 from braid.actors.controller.ranks.group import Launcher
-from braid.actors.controller.ranks.processes import ProcessLauncher, enter_namespace
+from braid.actors.controller.ranks.parent import enter_namespace
+from braid.actors.controller.ranks.processes import ProcessLauncher
 from braid.actors.stage.rank.interface import Rank
 from braid.actors.stage.rank.messages import RunPlan
 from braid.jobs.bench.overlap_case import (

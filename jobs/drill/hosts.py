@@ -19,7 +19,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from braid.actors.controller.ranks.group import StoppedError
-from braid.actors.controller.ranks.processes import ProcessPlace, enter_namespace, separate_places
+from braid.actors.controller.ranks.parent import enter_namespace
+from braid.actors.controller.ranks.processes import ProcessPlace, separate_places
 from braid.jobs.cluster.guardian import MARK
 from braid.jobs.cluster.session import WORKERS, session_folder
 from braid.jobs.training.stopping import StopSignals

@@ -1,7 +1,6 @@
 """Runs ranks as plain processes of this machine, without Ray; also the baseline for the overhead of Ray."""
 
 import contextlib
-import ctypes
 import multiprocessing
 import os
 import queue
@@ -23,8 +22,9 @@ from typing import Any
 from braid.actors.config import Config, ConfigError
 from braid.actors.config.variables import inherited
 from braid.actors.controller.ranks.cpus import usable_cpus
+from braid.actors.controller.ranks.failures import GuardError
 from braid.actors.controller.ranks.group import WorkerError, WorkerGroup, never, raised
-from braid.actors.controller.ranks.parent import HELD, die_with, signals_held
+from braid.actors.controller.ranks.parent import HELD, die_with, enter_namespace, signals_held
 from braid.actors.controller.ranks.private_folders import shorten_multiprocessing
 from braid.actors.controller.ranks.rank_environment import gpus_here, rank_environment
 from braid.actors.controller.records.span_files import SpanFiles
@@ -36,9 +36,14 @@ PRELOADED = ["braid.actors.stage.rank.worker", "torch._dynamo"]
 """
 _CONNECT_SECONDS = 5.0
 _EXIT_SECONDS = 5.0
+_GUEST_EXIT_SECONDS = 60.0
+"""Long, as torchrun takes a killed rank for a failure of the run."""
+_GUEST_ENDED = (
+    "its process has ended, and with it the run; `torchrun --max-restarts` starts all processes again, and "
+    "`braid train --resume-if-begun` goes on from the newest checkpoint"
+)
 _EXIT_CODE_SECONDS = 0.3
 """Seconds to wait for the exit code of a process whose pipe has closed; the code is only for a message."""
-_CLONE_NEWNET = 0x40000000
 
 
 @dataclass(frozen=True)
@@ -147,12 +152,11 @@ def separate_places(ranks: int) -> list[ProcessPlace]:
 
 
 class ProcessGroup(WorkerGroup):
-    """One child process per rank, connected by three private pipes: for calls, for its pulse, for spans.
+    """One process per rank, connected by three private pipes: for calls, for its pulse, for spans.
 
     A fork server that has imported what a rank needs starts them, so that a lost rank is replaced at once.
+    Guests are ranks in processes that torchrun has started, and only torchrun can replace.
     """
-
-    _leave_seconds = 5.0
 
     def __init__(
         self,
@@ -160,19 +164,21 @@ class ProcessGroup(WorkerGroup):
         config: Config,
         serve: "Serve",
         spans: SpanFiles | None = None,
+        guests: "Mapping[int, Guest] | None" = None,
     ) -> None:
         """``spans``: files into which the ranks' spans are written; None if ranks stream none."""
         gpus = gpus_here(os.environ) > 0 and config.cluster.device != "cpu"
         super().__init__(len(places), config.failure, config.cluster, on_gpus=gpus)
         self.addresses = [place.address for place in places]
         self.hosts = [place.host for place in places]
-        self._places, self._serve, self._spans = places, serve, spans
+        self._places, self._serve, self._spans, self._guests = places, serve, spans, guests or {}
         secret = inherited(config.cluster.env, os.environ)
         self._environment = {**os.environ, **rank_environment(config, os.environ), **secret}
         self._children = [self._start(rank) for rank in range(len(places))]
 
     def _start(self, rank: int) -> "Child":
-        """Start the process of a rank."""
+        if (guest := self._guests.get(rank)) is not None:
+            return self._child(guest, guest.calls, guest.pulse, guest.spans)
         shorten_multiprocessing()
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
@@ -210,6 +216,8 @@ class ProcessGroup(WorkerGroup):
         return error if isinstance(error, WorkerError) else self._ended(rank)
 
     def _ended(self, rank: int) -> WorkerError:
+        if rank in self._guests:
+            return GuardError(rank, _GUEST_ENDED, died=True)
         process = self._children[rank].process
         process.join(_EXIT_CODE_SECONDS)
         code = process.exitcode
@@ -221,6 +229,8 @@ class ProcessGroup(WorkerGroup):
 
     def _restart(self, ranks: Sequence[int]) -> None:
         for rank in ranks:
+            if rank in self._guests:
+                raise self._ended(rank)
             self._children[rank] = self._start(rank)
 
     def describe(self) -> dict[str, Any]:
@@ -235,7 +245,8 @@ class ProcessGroup(WorkerGroup):
         asking."""
         for rank in self._calls:
             self._children[rank].process.kill()
-        wait([child.calls.ask("close", ()) for child in self._children], self._leave_seconds)
+        leave_s = _GUEST_EXIT_SECONDS if self._guests else _EXIT_SECONDS
+        wait([child.calls.ask("close", ()) for child in self._children], leave_s)
         for child in self._children:
             child.process.join(_EXIT_SECONDS)
             child.kill()
@@ -380,13 +391,3 @@ def answer(pulse: Connection, served: list[Any]) -> None:
             except Exception:  # an error must not end the thread that shows that a rank lives
                 traceback.print_exc()
             pulse.send((answer,))
-
-
-def enter_namespace(namespace: str | int) -> None:
-    """Move this thread, and what it starts, into a network namespace by name or open file (Linux, root)."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    handle = namespace if isinstance(namespace, int) else os.open(f"/run/netns/{namespace}", os.O_RDONLY)
-    failed = libc.setns(handle, _CLONE_NEWNET)
-    os.close(handle)
-    if failed:
-        raise OSError(ctypes.get_errno(), f"cannot enter network namespace {namespace}")

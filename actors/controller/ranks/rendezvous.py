@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
@@ -26,21 +26,18 @@ from braid.actors.config import Config, ConfigError
 from braid.actors.config.joined import JoinedProcess
 from braid.actors.config.variables import inherited
 from braid.actors.controller.ranks.failures import GuardError
-from braid.actors.controller.ranks.group import StoppedError, WorkerError, WorkerGroup, never
+from braid.actors.controller.ranks.group import StoppedError, WorkerGroup, never
 from braid.actors.controller.ranks.parent import HELD, die_with
 from braid.actors.controller.ranks.processes import (
-    Child,
     Guest,
     ProcessGroup,
     ProcessLauncher,
     ProcessPlace,
-    Serve,
     answer,
     check_room,
     obey,
 )
 from braid.actors.controller.ranks.rank_environment import rank_environment
-from braid.actors.controller.records.span_files import SpanFiles
 from braid.actors.stage.measure.span_stream import ConnectionSink
 
 if TYPE_CHECKING:
@@ -244,48 +241,10 @@ class JoinedLauncher(ProcessLauncher):
             ProcessPlace(address, machine=f"emulated host {rank}" if alone else None)
             for rank, address in enumerate(addresses)
         ]
-        return JoinedGroup(places, self._config, self._serve, self._spans, guests)
-
-
-class JoinedGroup(ProcessGroup):
-    """Ranks of which all but the first are processes that torchrun has started."""
-
-    _leave_seconds = 60.0
-    """Long, as torchrun takes a killed rank for a failure of the run."""
-
-    def __init__(
-        self,
-        places: Sequence[ProcessPlace],
-        config: Config,
-        serve: Serve,
-        spans: SpanFiles | None,
-        guests: Mapping[int, Guest],
-    ) -> None:
-        self._guests = guests
-        super().__init__(places, config, serve, spans)
         for guest in guests.values():
             with contextlib.suppress(OSError):  # its first call tells that it has ended
-                guest.calls.send(config)
-
-    def _start(self, rank: int) -> Child:
-        if (guest := self._guests.get(rank)) is None:
-            return super()._start(rank)
-        return self._child(guest, guest.calls, guest.pulse, guest.spans)
-
-    def _restart(self, ranks: Sequence[int]) -> None:
-        for rank in self._guests.keys() & set(ranks):
-            raise self._ended(rank)
-        super()._restart(ranks)
-
-    def _ended(self, rank: int) -> WorkerError:
-        """Only torchrun can start another process in place of one that has ended, and starts all again."""
-        if rank not in self._guests:
-            return super()._ended(rank)
-        text = (
-            "its process has ended, and with it the run; `torchrun --max-restarts` starts all processes "
-            "again, and `braid train --resume-if-begun` goes on from the newest checkpoint"
-        )
-        return GuardError(rank, text, died=True)
+                guest.calls.send(self._config)
+        return ProcessGroup(places, self._config, self._serve, self._spans, guests)
 
 
 # -- the processes of the other ranks ------------------------------------------------------------------------

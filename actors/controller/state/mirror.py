@@ -193,7 +193,7 @@ class Uploads:
         """Queue a copy; ``best``: the step of the checkpoint that is kept for its validation loss."""
         every = self._keeping.keep_every
         with self._changed:
-            kept = (u for u in self._waiting if u.step == best or (every and u.step % every == 0))
+            kept = [copy for copy in self._waiting if copy.step == best or (every and copy.step % every == 0)]
             self._waiting = [*kept, upload]
             self._changed.notify_all()
 
