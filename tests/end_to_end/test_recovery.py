@@ -106,7 +106,7 @@ def test_a_run_on_ray_survives_its_ranks_and_its_controller(tmp_path: Path) -> N
                 pytest.fail(f"it does not come to that: {process.communicate(timeout=60)}")
             time.sleep(0.05)
 
-    until((run / "checkpoints" / "latest").exists)
+    until(lambda: any((run / "checkpoints").glob("step-*/manifest.json")))
     cluster = json.loads((run / "cluster.json").read_text())
     os.kill(cluster["ranks"][1]["process"], signal.SIGKILL)
     until((run / "incidents.jsonl").exists)

@@ -2,8 +2,8 @@
 use.
 
 ``checkpoints/step-N/`` holds the files of the ranks and ``manifest.json``: size and SHA-256 of every file,
-the step, and the layout and data of the run. ``latest`` names the newest. No file is ever overwritten, and a
-checkpoint that does not match its manifest is never loaded (docs/design.md, Failure).
+the step, and the layout and data of the run. No file is ever overwritten, and a checkpoint that does not
+match its manifest is never loaded (docs/design.md, Failure).
 """
 
 import contextlib
@@ -60,8 +60,8 @@ class CheckpointStore:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.trouble: dict[str, None] = {}
-        """Messages about old folders that could not be removed and about ``latest``, if it could not be
-        written; published checkpoints are fine. Removals are tried again with the next checkpoint."""
+        """Messages about old folders that could not be removed; published checkpoints are fine. Removals are
+        tried again with the next checkpoint."""
 
     def begin(self, step: int, generation: int) -> Path:
         """Make a fresh directory for the ranks to write into."""
@@ -99,13 +99,8 @@ class CheckpointStore:
             os.rename(final, aside)
         os.rename(written, final)
         _sync(self.directory)
-        # It is published. What follows may fail without harm to it.
         if replaces:
             self._remove(aside)
-        try:
-            write_durably(self.directory / "latest", final.name)
-        except OSError as error:
-            self.trouble[f"{self.directory / 'latest'} cannot be written: {error.strerror}"] = None
         return final
 
     def _remove(self, path: Path) -> None:
