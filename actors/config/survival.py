@@ -32,7 +32,7 @@ class CheckpointConfig(Section):
     @model_validator(mode="after")
     def _bound_can_be_kept(self) -> "CheckpointConfig":
         if self.lose_at_most is not None and not 0 < self.every <= self.lose_at_most:
-            raise clash(self, "lose_at_most", "every", f"set every to 1 to {self.lose_at_most}")
+            raise clash(self, "lose_at_most", "every", f"set every to {self.lose_at_most} or less, above 0")
         return self
 
 

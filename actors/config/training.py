@@ -1,5 +1,6 @@
 """Configures how a run trains: steps and optimizer, its layout over ranks, and its schedule."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -23,16 +24,24 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
+def _by_layer(text: str, known: Callable[[str], bool], meaning: str) -> list[str]:
+    """Return the word of every layer from a text such as ``2*full none``."""
+    words: list[str] = []
+    for part in text.split() or [""]:
+        times, star, word = part.rpartition("*")
+        if not known(word) or (star and not times.isdigit()):
+            raise ValueError(f"{part!r} must be {meaning}")
+        words += [word] * int(times or 1)
+    return words
+
+
 def _policies(value: Any) -> Any:
     """Parse one policy for all layers, or one per layer: ``2*full none``, or a list; or auto."""
     text = " ".join(counted([*map(str, value)])) if isinstance(value, list | tuple) else value
-    for word in () if text == AUTO else str(text).split() or [""]:
-        times, star, policy = word.rpartition("*")
-        if policy not in RECOMPUTE_POLICIES or (star and not times.isdigit()):
-            known = ", ".join(RECOMPUTE_POLICIES)
-            raise ValueError(
-                f"{word!r} must be one of {known}, auto, or for every layer, as in '4*full 8*none'"
-            )
+    if text != AUTO:
+        names = f"one of {', '.join(RECOMPUTE_POLICIES)}, auto"
+        known = RECOMPUTE_POLICIES.__contains__
+        _by_layer(str(text), known, f"{names}, or for every layer, as in '4*full 8*none'")
     return text
 
 
@@ -105,13 +114,7 @@ def _degrees(value: Any) -> Any:
     """Parse ``2*4 2`` to ``(4, 4, 2)``; leave auto and other types unchanged."""
     if not isinstance(value, str) or value == AUTO:
         return value
-    degrees: list[int] = []
-    for word in value.split():
-        times, star, degree = word.rpartition("*")
-        if not degree.isdigit() or (star and not times.isdigit()):
-            raise ValueError(f"{word!r} must be a degree, or NUMBER*DEGREE, as in '12*4 12*2'")
-        degrees += [int(degree)] * int(times or 1)
-    return tuple(degrees)
+    return tuple(map(int, _by_layer(value, str.isdigit, "a degree, or NUMBER*DEGREE, as in '12*4 12*2'")))
 
 
 class ParallelConfig(Section):
