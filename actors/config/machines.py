@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from braid.actors.config.model import Above0, Count, Positive, Section, clash
-from braid.actors.config.urls import checked_address
+from braid.actors.config.paths import checked_address
 from braid.actors.config.variables import check_variables
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from braid.actors.config import Config, ConfigError
-from braid.actors.config.urls import check_protocol
+from braid.actors.config.paths import check_protocol
 from braid.actors.config.variables import inherited
 from braid.actors.controller.controller import RunOptions, check_begin
 from braid.actors.controller.planning import build_schedule

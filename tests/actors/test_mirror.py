@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.actors.config import Config, ConfigError, parse_config
-from braid.actors.config.urls import check_protocol
+from braid.actors.config.paths import check_protocol
 from braid.actors.controller.state.checkpoint_stores import Homes, begun_mark
 from braid.actors.controller.state.manifest import (
     MANIFEST,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from braid.actors.config import CheckpointConfig, ConfigError
-from braid.actors.config.urls import file_system
+from braid.actors.config.paths import file_system
 from braid.actors.controller.state.manifest import (
     MANIFEST,
     CheckpointStore,
