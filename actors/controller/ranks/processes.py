@@ -259,13 +259,17 @@ class Line:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._unsent: queue.SimpleQueue[tuple[Any, Future[Any]] | None] = queue.SimpleQueue()
+        self._open = True
         threading.Thread(target=self._run, name="line", daemon=True).start()
 
     def ask(self, method: str, arguments: tuple[Any, ...]) -> "Future[Any]":
         """Return the future answer. Its exception is the rank's `WorkerError`, or an `OSError` or `EOFError`
         if the rank's process has ended."""
         answer: Future[Any] = Future()
-        self._unsent.put((ForkingPickler.dumps((method, arguments)), answer))
+        if self._open:
+            self._unsent.put((ForkingPickler.dumps((method, arguments)), answer))
+        else:
+            answer.set_exception(EOFError())
         return answer
 
     def _run(self) -> None:
@@ -285,6 +289,7 @@ class Line:
 
     def close(self) -> None:
         """Close the connection once the last call is answered, or the rank's process has ended."""
+        self._open = False
         self._unsent.put(None)
 
 
