@@ -113,26 +113,16 @@ MISTAKES = [
     wrong("train.recompute=some", "train.recompute|some|selective"),
     wrong("train.reduce_dtype=fp16", "train.reduce_dtype='fp16'|must be bf16, or null"),
     wrong("train.reduce_dtype=bf16 train.dtype=fp64", "train.dtype='fp64'|train.reduce_dtype to null"),
-    wrong(
-        "train.reduce_dtype=bf16 train.deterministic_reduction=true",
-        "train.reduce_dtype='bf16'|train.deterministic_reduction=true|one of both out",
-    ),
+    wrong("train.reduce_dtype=bf16 train.deterministic_reduction=true", "deterministic_reduction=true|leave"),
     wrong("train.kernels=triton train.dtype=fp64", "train.kernels='triton'|train.dtype='fp64'|torch"),
     wrong("train.optimizer=adam", "train.optimizer='adam'|adamw, muon, adamw_8bit|did you mean 'adamw'?"),
-    wrong(
-        "train.optimizer=adamw_8bit train.dtype=fp64", "optimizer='adamw_8bit'|dtype='fp64'|to fp32 or bf16"
-    ),
-    wrong(
-        "train.momentum=0.9", "momentum=0.9 does not go with optimizer='adamw'|set train.optimizer to muon"
-    ),
+    wrong("train.optimizer=adamw_8bit train.dtype=fp64", "optimizer='adamw_8bit'|dtype='fp64'|or bf16"),
+    wrong("train.momentum=0.9", "momentum=0.9 does not go with optimizer='adamw'|to muon"),
     wrong("train.momentum=1 train.optimizer=muon", "train.momentum=1|at least 0, < 1"),
     wrong("train.average=1", "train.average=1|at least 0, < 1"),
     wrong("train.average=-0.5", "train.average=-0.5|at least 0, < 1"),
     wrong("train.schedule=linar", "train.schedule='linar'|did you mean 'linear'?"),
-    wrong(
-        "train.decay_steps=5",
-        "decay_steps=5 does not go with schedule='cosine'|set train.schedule to stable_decay",
-    ),
+    wrong("train.decay_steps=5", "decay_steps=5 does not go with schedule='cosine'|to stable_decay"),
     wrong("train.schedule=stable_decay train.decay_steps=-1", "train.decay_steps=-1|at least 0"),
     wrong(
         "train.schedule=stable_decay train.steps=20 train.decay_steps=15 train.warmup_steps=10",

@@ -103,16 +103,14 @@ def measure_throughput(folder: Path, *, ranks: int, rate: float | None, seconds:
 
     ``rate``: of all ranks together; None: as many as they can.
     """
-    files = SpanFiles(folder / f"stream-{rate}", 64 << 20)
     context = multiprocessing.get_context("spawn")
     results: Any = context.Queue()
-    with contextlib.closing(files):
-        given = (None if rate is None else rate / ranks, seconds, results)
+    with contextlib.closing(SpanFiles(folder / f"stream-{rate}", 64 << 20)) as files:
         processes = []
-        for number in range(ranks):
-            ours, theirs = context.Pipe(duplex=False)
+        for number, (ours, theirs) in enumerate(context.Pipe(duplex=False) for _ in range(ranks)):
             files.receive(ours)
-            processes.append(context.Process(target=push, args=(number, theirs, *given)))
+            given = (number, theirs, rate and rate / ranks, seconds, results)
+            processes.append(context.Process(target=push, args=given))
             processes[-1].start()
             theirs.close()
         found = [results.get(timeout=seconds + 60) for _ in processes]
