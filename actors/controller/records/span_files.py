@@ -59,19 +59,22 @@ class SpanFiles:
         self._ranks: dict[int, _RankFile] = defaultdict(_RankFile)
         self._counts = SpanCounts()
         self._lock = threading.Lock()
-        self._readers: list[threading.Thread] = []
+        self._streams: dict[Connection, bool] = {}
+        """Whether more is expected of a rank, by its connection."""
 
     def receive(self, connection: Connection) -> None:
         """Write what a rank sends, in a thread, until the rank closes the connection or sends anything but
-        batches."""
+        batches. An empty message ends a stream."""
 
         def read() -> None:
             with connection, contextlib.suppress(EOFError, OSError, ValueError):
                 while True:
-                    self.take(connection.recv_bytes())
+                    data = connection.recv_bytes()
+                    self._streams[connection] = bool(data)
+                    self.take(data)
+            self._streams.pop(connection, None)
 
-        self._readers.append(threading.Thread(target=read, name="spans", daemon=True))
-        self._readers[-1].start()
+        threading.Thread(target=read, name="spans", daemon=True).start()
 
     def take(self, data: bytes) -> int:
         """Write the complete batches among some bytes; return their number of bytes. Raise `ValueError` for
@@ -87,10 +90,10 @@ class SpanFiles:
         return self._counts
 
     def close(self) -> None:
-        """Close the files, after the last spans of ranks that have ended."""
+        """Close the files, after the last spans of streams that have begun."""
         deadline = time.monotonic() + _LAST_SECONDS
-        for reader in self._readers:
-            reader.join(max(0.0, deadline - time.monotonic()))
+        while any([*self._streams.values()]) and time.monotonic() < deadline:
+            time.sleep(0.01)
         with self._lock:
             for rank in self._ranks.values():
                 rank.close()

@@ -164,4 +164,5 @@ class ConnectionSink:
         return True
 
     def close(self, timeout_s: float) -> None:
-        """Do nothing: batches that were sent arrive."""
+        """Tell that the stream ends; batches that were sent arrive."""
+        self.send(b"")
