@@ -205,7 +205,7 @@ def config_of(tmp_path: Path, url: str, name: str = RUN.name) -> Config:
     return parse_config({"name": name, "runs": str(tmp_path / "runs"), "checkpoint": {"mirror": url}})
 
 
-def test_who_a_run_is_stands_in_its_directory_checkpoints_and_mirror(url: str, tmp_path: Path) -> None:
+def test_who_a_run_is_stands_in_its_directory_and_in_its_mirror(url: str, tmp_path: Path) -> None:
     config = config_of(tmp_path, url)
     assert begun_mark(config) == ""
     store = CheckpointStore(config.run_directory / "checkpoints")
