@@ -145,7 +145,6 @@ class Config(Section):
         return "none" if self.train.recompute == AUTO else self.train.recompute
 
     def workload(self) -> Workload:
-        """Return the batch sizes."""
         return Workload(global_batch=self.train.global_batch, micro_batch=self.train.micro_batch)
 
     def shape(self, vocabulary: int) -> ModelShape:

@@ -82,7 +82,6 @@ class Planned:
 
     @property
     def taken(self) -> Outcome:
-        """The outcome that is run."""
         return self.outcomes[0]
 
 
