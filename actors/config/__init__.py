@@ -14,11 +14,11 @@ from pydantic import Field, ValidationError, model_validator
 
 from braid.actors.config.data import DataConfig
 from braid.actors.config.machines import ClusterConfig, TelemetryConfig
-from braid.actors.config.model import NAME_PATTERN, ConfigError, ModelConfig, Section, as_config_error
+from braid.actors.config.model import NAME_PATTERN, ConfigError, ModelConfig, Section, as_config_error, clash
 from braid.actors.config.paths import BESIDE_THE_FILE, BYTES, anchored, expanded
 from braid.actors.config.survival import CheckpointConfig, ElasticConfig, FailureConfig
 from braid.actors.config.training import AUTO, OverlapConfig, ParallelConfig, TrainConfig
-from braid.actors.config.wording import problems_in, section_of
+from braid.actors.config.wording import problems_in
 from braid.scheduling.generate.named import ScheduleName
 from braid.scheduling.mesh.cluster import Stream
 from braid.scheduling.mesh.layout import AXES, ParallelLayout
@@ -35,6 +35,11 @@ _GIVEN_BY_PLANS: Mapping[str, Iterable[str]] = {
     "overlap": ("schedule", "pipeline"),
 }
 """Keys that ``overlap.plan`` sets if the configuration does not."""
+_EXTRAS: Iterable[tuple[str, str, str, str, str]] = (
+    ("kernels", "triton", "triton", "gpu", "torch"),
+    ("optimizer", "adamw_8bit", "torchao", "eight-bit", "adamw"),
+)
+"""Keys of ``train`` with values that need a package, its extra, and the value to use without."""
 
 
 class Config(Section):
@@ -59,52 +64,26 @@ class Config(Section):
         data.check()
         degrees = parallel.tensor_degrees
         if parallel.zero and parallel.replicas == 1 and not parallel.auto and not self.elastic.max_ranks:
-            raise ValueError(
-                f"parallel.zero={parallel.zero} cuts states over the ranks that share parameters, and with "
-                f"parallel.dp=1 there is one; set parallel.zero to 0, or parallel.dp to 2 or more"
-            )
+            raise clash(self, "parallel.zero", "parallel.dp", "set parallel.dp to 2 or more")
         if parallel.shards and self.elastic.max_ranks:
-            raise ValueError(
-                f"parallel.shards={parallel.shards} does not go with elastic.max_ranks, which changes the "
-                f"number of replicas; set parallel.shards to 0"
-            )
+            raise clash(self, "parallel.shards", "elastic.max_ranks", "set parallel.shards to 0")
         if train.reduce_dtype is not None and train.dtype == "fp64":
-            raise ValueError(
-                f"train.reduce_dtype={train.reduce_dtype} would round sums of train.dtype=fp64; set "
-                f"train.reduce_dtype to null, or train.dtype to fp32 or bf16"
-            )
+            raise clash(self, "train.reduce_dtype", "train.dtype", "set train.reduce_dtype to null")
         if train.reduce_dtype is not None and train.deterministic_reduction:
-            raise ValueError(
-                f"train.reduce_dtype={train.reduce_dtype} rounds what train.deterministic_reduction=true "
-                f"sums exactly; set train.reduce_dtype to null, or train.deterministic_reduction to false"
-            )
-        if train.recompute == AUTO and degrees not in (None, AUTO):
-            raise ValueError(
-                f"parallel.tensor_degrees={degrees} is given layer by layer, and train.recompute=auto; set "
-                f"both to auto, or give both"
-            )
-        if degrees == AUTO and train.recompute not in (AUTO, *RECOMPUTE_POLICIES):
-            raise ValueError(
-                f"train.recompute={train.recompute!r} is given layer by layer, and "
-                f"parallel.tensor_degrees=auto; set both to auto, or give both"
-            )
+            raise clash(self, "train.reduce_dtype", "train.deterministic_reduction", "leave one of both out")
+        by_layer = degrees not in (None, AUTO), train.recompute not in (AUTO, *RECOMPUTE_POLICIES)
+        if (train.recompute == AUTO and by_layer[0]) or (degrees == AUTO and by_layer[1]):
+            raise clash(self, "train.recompute", "parallel.tensor_degrees", "set both to auto, or give both")
         profiled = self.telemetry.profile.steps
         if profiled is not None and profiled[1] > train.steps:
-            raise ValueError(
-                f"telemetry.profile.steps={list(profiled)} end after train.steps={train.steps}; lower "
-                f"them, or raise train.steps"
+            raise clash(
+                self, "telemetry.profile.steps", "train.steps", "profile earlier, or raise train.steps"
             )
         if self.checkpoint.keep_best and not (train.validate_every and data.validates):
-            raise ValueError(
-                f"checkpoint.keep_best=true compares validations, and train.validate_every="
-                f"{train.validate_every}, data.validation_fraction={data.validation_fraction:g}; set both "
-                f"above 0, or checkpoint.keep_best to false"
-            )
+            other = "data.validation_fraction" if train.validate_every else "train.validate_every"
+            raise clash(self, "checkpoint.keep_best", other, f"set {other} above 0, or keep_best to false")
         if self.model.lora is not None and train.optimizer != "adamw":
-            raise ValueError(
-                f"train.optimizer={train.optimizer!r} is for whole matrices, and model.lora trains adapters; "
-                f"set train.optimizer to adamw, or leave model.lora out"
-            )
+            raise clash(self, "train.optimizer", "model.lora", "set train.optimizer to adamw")
         return self
 
     @property
@@ -166,7 +145,6 @@ class Config(Section):
         return "none" if self.train.recompute == AUTO else self.train.recompute
 
     def workload(self) -> Workload:
-        """Return the batch sizes."""
         return Workload(global_batch=self.train.global_batch, micro_batch=self.train.micro_batch)
 
     def shape(self, vocabulary: int) -> ModelShape:
@@ -197,27 +175,15 @@ class Config(Section):
             )
         # Whether a rank has a device for Triton's kernels, the rank checks.
         if self.train.kernels == "triton" and self.train.dtype == "fp64":
-            raise ConfigError(
-                "train.kernels='triton' computes in fp32 and bf16, not in train.dtype='fp64'; use torch"
-            )
-        if self.train.kernels == "triton" and importlib.util.find_spec("triton") is None:
-            raise ConfigError(
-                "train.kernels='triton': Triton is not installed (the extra braid[gpu]); use auto or torch"
-            )
-        if self.train.optimizer == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
-            raise ConfigError(
-                "train.optimizer='adamw_8bit': torchao is not installed (the extra braid[eight-bit]); "
-                "install it, or use adamw"
-            )
+            raise clash(self, "train.kernels", "train.dtype", "set train.kernels to torch")
+        for key, value, package, extra, other in _EXTRAS:
+            if getattr(self.train, key) == value and importlib.util.find_spec(package) is None:
+                missing = f"{package} is not installed (the extra braid[{extra}]); install it, or use {other}"
+                raise ConfigError(f"train.{key}={value!r}: {missing}")
         if self.overlap.cuda_graphs is True and shape.documents:
-            raise ConfigError(
-                "overlap.cuda_graphs=true does not go with data.document_mask, as every micro-batch has "
-                "other documents; set one of both to false"
-            )
+            raise clash(self, "overlap.cuda_graphs", "data.document_mask", "set one of both to false")
         if self.overlap.cuda_graphs is True and self.cluster.device == "cpu":
-            raise ConfigError(
-                "overlap.cuda_graphs=true needs GPUs, and cluster.device is cpu; set it to auto"
-            )
+            raise clash(self, "overlap.cuda_graphs", "cluster.device", "set cluster.device to auto")
         return shape
 
     def to_yaml(self) -> str:
@@ -247,8 +213,7 @@ def parse_config(
     content: Mapping[str, Any], overrides: Iterable[str] = (), source: str = "configuration"
 ) -> Config:
     """Check a configuration that is already in memory; its paths stay as they are."""
-    sections = {name for name, info in Config.model_fields.items() if section_of(info.annotation)}
-    merged = {key: value for key, value in content.items() if value is not None or key not in sections}
+    merged = dict(content)
     for override in overrides:
         _override(merged, override)
     try:

@@ -83,11 +83,11 @@ class DataConfig(Section):
         there is no mixture."""
         if not self.mixture:
             return {"": self}
-        own = {entry.name: entry.model_dump(exclude={"name", "weight", "hub"}) for entry in self.mixture}
+        given = {entry.name: entry.model_dump(exclude={"name", "weight", "hub"}) for entry in self.mixture}
         return {
             entry.name: self.model_copy(
                 update={
-                    **{key: value for key, value in own[entry.name].items() if value is not None},
+                    **{key: value for key, value in given[entry.name].items() if value is not None},
                     "hub": entry.hub,
                     "mixture": (),
                     "directory": self.directory and self.directory / entry.name,
@@ -114,20 +114,13 @@ class DataConfig(Section):
             )
         formats = {data.format for data in self.sets.values()}
         if "chat" in formats and self.packing == "stream":
-            raise ValueError(
-                "data.packing='stream' cuts conversations, and data.format='chat' keeps them whole; leave "
-                "data.packing out, or set it to whole"
-            )
+            raise ValueError("data.packing='stream' does not go with data.format='chat'; set it to whole")
         if self.chat_template is not None and "chat" not in formats:
             raise ValueError(
-                f"data.chat_template={str(self.chat_template)!r} is for data.format=chat, and data.format is "
-                f"{self.format!r}; set it to chat, or leave data.chat_template out"
+                f"data.chat_template does not go with data.format={self.format!r}; set it to chat"
             )
         if self.restart_positions and not self.document_mask:
-            raise ValueError(
-                "data.restart_positions=true counts positions by documents that see each other; set "
-                "data.document_mask to true, too"
-            )
+            raise ValueError("data.restart_positions=true needs data.document_mask=true; set both, or none")
         if len(others) > 1:
             raise ValueError("data.hub does not go with data.mixture; give it to a set of data.mixture")
         for name, data in self.sets.items():

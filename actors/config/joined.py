@@ -25,22 +25,22 @@ class JoinedProcess:
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> "JoinedProcess | None":
         """Read torchrun's variables; return None unless all are set. Raise `ConfigError` for other values."""
-        found = {name: environment.get(name, "") for name in _VARIABLES}
-        if not all(found.values()):
+        given = {name: environment.get(name, "") for name in _VARIABLES}
+        if not all(given.values()):
             return None
-        numbers = {**found, "LOCAL_WORLD_SIZE": environment.get("LOCAL_WORLD_SIZE", found["WORLD_SIZE"])}
+        numbers = {**given, "LOCAL_WORLD_SIZE": environment.get("LOCAL_WORLD_SIZE", given["WORLD_SIZE"])}
         del numbers["MASTER_ADDR"]
         for name, text in numbers.items():
             if not text.isdecimal():
-                raise ConfigError(f"{name}={text!r} must be a number, as torchrun sets it; {_unset(found)}")
+                raise ConfigError(f"{name}={text!r} must be a number, as torchrun sets it; {_unset(given)}")
         rank, ranks, port, here = map(int, numbers.values())
         if rank >= ranks:
-            raise ConfigError(f"RANK={rank} must be less than WORLD_SIZE={ranks}; {_unset(found)}")
-        return cls(rank, ranks, found["MASTER_ADDR"], port, max(1, here))
+            raise ConfigError(f"RANK={rank} must be less than WORLD_SIZE={ranks}; {_unset(given)}")
+        return cls(rank, ranks, given["MASTER_ADDR"], port, max(1, here))
 
 
-def _unset(found: Mapping[str, str]) -> str:
-    return f"or unset {', '.join(found)} to start braid without torchrun"
+def _unset(given: Mapping[str, str]) -> str:
+    return f"or unset {', '.join(given)} to start braid without torchrun"
 
 
 def on_torchrun(config: Config) -> Config:

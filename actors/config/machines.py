@@ -4,8 +4,8 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from braid.actors.config.model import Above0, Count, Positive, Section
-from braid.actors.config.urls import checked_address
+from braid.actors.config.model import Above0, Count, Positive, Section, clash
+from braid.actors.config.paths import checked_address
 from braid.actors.config.variables import check_variables
 
 
@@ -56,10 +56,7 @@ class ClusterConfig(Section):
     @model_validator(mode="after")
     def _paced(self) -> "ClusterConfig":
         if self.emulated_link_mbit is not None and self.device == "cuda":
-            raise ValueError(
-                f"emulated_link_mbit={self.emulated_link_mbit:g} paces sockets between CPU ranks; set "
-                f"device to cpu, or leave it out"
-            )
+            raise clash(self, "emulated_link_mbit", "device", "set device to cpu")
         return self
 
 
@@ -81,16 +78,7 @@ class WandbConfig(Section):
         return {"mode": content} if isinstance(content, str) else content
 
 
-class Switched(Section):
-    """A section that is off until its first key is set; ``null`` is off, too."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_null(cls, content: Any) -> Any:
-        return {} if content is None else content
-
-
-class ProfileConfig(Switched):
+class ProfileConfig(Section):
     """Steps that `torch.profiler` records, as Chrome traces in runs/NAME/profile."""
 
     steps: tuple[Positive, Positive] | None = None  # the first and the last, counted from 1; null: none
@@ -108,7 +96,7 @@ class ProfileConfig(Switched):
         return self
 
 
-class MlflowConfig(Switched):
+class MlflowConfig(Section):
     """A run of MLflow beside this one, with its configuration and its numbers."""
 
     uri: str | None = None  # of the tracking server, http://HOST:PORT, or a folder, file:FOLDER; null: none
@@ -125,7 +113,7 @@ class MlflowConfig(Switched):
 _EVENT = Literal["start", "failure", "checkpoint", "end"]
 
 
-class WebhookConfig(Switched):
+class WebhookConfig(Section):
     """An address that is told what happens to the run, by a POST of JSON."""
 
     # http:// or https://; $NAME: the value of that environment variable, for addresses that are secret

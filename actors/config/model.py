@@ -1,10 +1,12 @@
 """The model's section of the configuration: sizes, a preset, or imported weights."""
 
 import contextlib
+import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -16,6 +18,7 @@ from pydantic import (
     Field,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 from pydantic_core import PydanticCustomError
 
@@ -65,10 +68,34 @@ def _check_choice(options: tuple[str, ...], gone: tuple[str, ...], value: str) -
     return value
 
 
+def shown(value: Any) -> str:
+    """Format a value as in YAML, where that differs from Python."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(shown, value))}]"
+    return json.dumps(value) if isinstance(value, bool) or value is None else repr(value)
+
+
+def clash(holder: BaseModel, key: str, other: str, remedy: str) -> ValueError:
+    """Return the error that the values of two keys of a section exclude each other."""
+    values = [(name, attrgetter(name)(holder)) for name in (key, other)]
+    plain = (bool, int, float, str, tuple)
+    told = [f"{name}={shown(value)}" if isinstance(value, plain) else name for name, value in values]
+    return ValueError(f"{' does not go with '.join(told)}; {remedy}")
+
+
 class Section(BaseModel):
     """A part of the configuration: frozen, and without unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_sections_have_defaults(cls, content: Any) -> Any:
+        """Read a section that holds nothing, or null, as if it were left out."""
+        if not isinstance(content, Mapping):
+            return {} if content is None else content
+        sections = {name for name, info in cls.model_fields.items() if isinstance(info.default, Section)}
+        return {key: value for key, value in content.items() if value is not None or key not in sections}
 
     @field_validator("*", mode="before")
     @classmethod
@@ -174,10 +201,7 @@ class ModelConfig(Section):
         """Return the sizes with all defaults filled in; ``vocabulary`` is the tokenizer's."""
         known = self.preset is not None or self.initial is not None
         if self.lora is not None and self.own_layers:
-            raise ConfigError(
-                f"model.lora adds adapters to built-in layers, and model.layer={self.layer!r} replaces them; "
-                f"leave one out"
-            )
+            raise ConfigError(f"model.lora does not go with model.layer={self.layer!r}; leave one out")
         shape = self._known_shape(vocabulary) if known else self._given_shape(vocabulary)
         shape = replace(shape, lora=self.lora)
         kinds = list(dict.fromkeys((*built_in_kinds(shape.family), *self.own_layers)))
@@ -224,9 +248,7 @@ class ModelConfig(Section):
         given = {key: getattr(self, key) for key in self.model_fields_set - apart}
         shape = known_shape(self.preset, self.initial, given)
         if self.initial is not None and self.layer is not None:
-            raise ConfigError(
-                f"model.layer={self.layer!r} cannot take model.initial's weights; leave one out"
-            )
+            raise ConfigError(f"model.initial does not go with model.layer={self.layer!r}; leave one out")
         if shape.vocabulary < vocabulary:
             initial = self.initial is not None
             key, remedy = ("initial", "use its tokenizer") if initial else ("preset", "set model.vocabulary")

@@ -1,4 +1,5 @@
-"""The paths of a configuration: one table of all keys that hold one, and one reader for all of them.
+"""The paths of a configuration: one table of all keys that hold one, and one reader for all of them; and the
+file systems behind URLs, whose packages are loaded when they are needed.
 
 `expanded` replaces homes (``~``) and variables (``$NAME``, ``${NAME}``) by those of the user who runs the
 command. Paths of the configuration's own files (weights, layers, the mirror) begin at the configuration's
@@ -7,16 +8,17 @@ folder; paths that a run reads and writes begin where the command runs. `anchore
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel
 
 from braid.actors.config.model import ConfigError
-from braid.actors.config.urls import is_url
 from braid.actors.config.variables import looks_secret
+from braid.scheduling.text.suggestions import nearest
 
 PYTHON_STDLIB: Final = "python-stdlib"
 """Entry of ``data.files`` for the sources of Python's standard library, which every machine has."""
@@ -78,42 +80,40 @@ def is_hub_name(key: str, value: str, base: Path = Path()) -> bool:
 def _mapped(config: C, keys: Iterable[str], change: Callable[[str, str], str]) -> C:
     """Return a copy with ``change(key, path)`` in place of every path; keys that were not set stay unset."""
     for key in keys:
-        config = _changed(config, key.split("."), partial(_with_paths, key, partial(change, key)))
+        config = _changed(config, key.split("."), partial(_in_text, key, partial(change, key)))
     return config
 
 
-def _changed(holder: Any, names: list[str], change: Callable[[Any], Any]) -> Any:
-    """Return a copy of a section, or of a list of sections, with another value of the key that ``names``
-    leads to."""
-    if isinstance(holder, tuple):
-        return tuple(_changed(entry, names, change) for entry in holder)
-    if holder is None:
-        return None
-    name, *rest = names
-    value = getattr(holder, name)
-    new = _changed(value, rest, change) if rest else change(value)
-    return holder if new == value else holder.model_copy(update={name: new})
-
-
-def _with_paths(key: str, change: Callable[[str], str], value: Any) -> Any:
-    """Return a key's value after applying ``change`` to every path or URL in it."""
+def _changed(value: Any, names: Sequence[str], change: Callable[[str], str]) -> Any:
+    """Return a copy of a section, a list or a value, after applying ``change`` to every text of the key that
+    ``names`` leads to."""
     match value:
+        case BaseModel():
+            old = getattr(value, names[0])
+            new = _changed(old, names[1:], change)
+            return value if new == old else value.model_copy(update={names[0]: new})
+        case tuple():
+            return tuple(_changed(entry, names, change) for entry in value)
+        case dict():
+            return {name: _changed(entry, names, change) for name, entry in value.items()}
         case Path():
             return Path(change(str(value)))
-        case tuple():
-            return tuple(_with_paths(key, change, entry) for entry in value)
-        case dict():
-            return {name: _with_paths(key, change, entry) for name, entry in value.items()}
-        case str() if key == "model.layer":  # file.py:Class; package.module:Class has no path
-            file, _, name = value.rpartition(":")
-            return f"{change(file)}:{name}" if file.endswith(".py") else value
-        case str() if key.endswith("hub.id") and not value.startswith((".", "/", "~", "$")):
-            return value  # a name on the Hub
-        case str() if (key, value) not in _WORDS:
-            scheme = _FILE_URL.match(value) if key != "data.tokenizer" else None
-            start = scheme.end() if scheme else 0
-            return value[:start] + change(value[start:])
+        case str():
+            return change(value)
     return value
+
+
+def _in_text(key: str, change: Callable[[str], str], text: str) -> str:
+    """Return a key's text after applying ``change`` to the path or URL in it."""
+    if key == "model.layer":  # file.py:Class; package.module:Class has no path
+        file, _, name = text.rpartition(":")
+        return f"{change(file)}:{name}" if file.endswith(".py") else text
+    on_hub = key.endswith("hub.id") and not text.startswith((".", "/", "~", "$"))
+    if on_hub or (key, text) in _WORDS:
+        return text
+    scheme = _FILE_URL.match(text) if key != "data.tokenizer" else None
+    start = scheme.end() if scheme else 0
+    return text[:start] + change(text[start:])
 
 
 def _expand(key: str, path: str) -> str:
@@ -136,3 +136,56 @@ def _expand(key: str, path: str) -> str:
         home, *_ = path.split("/")
         raise ConfigError(f"{key}={path!r}: {home} is nobody's home here; write the path out, or ./{path}")
     return whole
+
+
+EXTRA = "object-stores"
+"""Name of this package's extra that supports S3, Google's and Azure's object stores."""
+_IN_EXTRA = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl")
+
+
+def is_url(place: str) -> bool:
+    """Return whether a place is a URL instead of a path."""
+    return "://" in place or "::" in place
+
+
+def checked_address(address: str, schemes: Sequence[str]) -> str:
+    """Return the address of a tool; raise `ValueError` for another scheme, a missing host, or a password in
+    it."""
+    scheme, _, rest = address.partition(":")
+    parts = urlsplit(address)
+    if scheme not in schemes or not rest:
+        raise ValueError(f"must begin with {' or '.join(f'{name}:' for name in schemes)}")
+    if scheme in ("http", "https") and not parts.hostname:
+        raise ValueError("names no host; write it as http://HOST:PORT")
+    if parts.password is not None:
+        raise ValueError("has a password, and a configuration is written down and shown; leave it out")
+    return address
+
+
+def check_protocol(key: str, url: str) -> None:
+    """Raise `ConfigError` if a URL's protocol is unknown; the protocol's package need not be installed
+    here."""
+    import fsspec
+
+    protocol = fsspec.utils.get_protocol(url)
+    if protocol not in (known := fsspec.available_protocols()):
+        near = nearest(protocol, known)
+        hint = f"; did you mean {near!r}?" if near else ""
+        raise ConfigError(f"{key}={url!r}: no file system is called {protocol!r}{hint}")
+
+
+def file_system(key: str, url: str) -> tuple[Any, str]:
+    """Return the fsspec file system of a URL, and the path in it. Raise `ConfigError`, which names the key
+    and the remedy."""
+    import fsspec
+
+    check_protocol(key, url)
+    try:
+        files, place = fsspec.core.url_to_fs(url)
+    except ImportError as error:
+        protocol = fsspec.utils.get_protocol(url)
+        remedy = f"; pip install 'braid[{EXTRA}]'" if protocol in _IN_EXTRA else ""
+        raise ConfigError(f"{key}={url!r}: {error}{remedy}") from None
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{key}={url!r}: {error}") from None
+    return files, str(place)

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from braid.actors.config.model import Above0, AtLeast0, Count, Positive, Section
+from braid.actors.config.model import Above0, AtLeast0, Count, Positive, Section, clash
 
 
 class CheckpointConfig(Section):
@@ -32,10 +32,7 @@ class CheckpointConfig(Section):
     @model_validator(mode="after")
     def _bound_can_be_kept(self) -> "CheckpointConfig":
         if self.lose_at_most is not None and not 0 < self.every <= self.lose_at_most:
-            raise ValueError(
-                f"lose_at_most={self.lose_at_most} needs a checkpoint at least as often; set every to 1 to "
-                f"{self.lose_at_most} (it is {self.every})"
-            )
+            raise clash(self, "lose_at_most", "every", f"set every to {self.lose_at_most} or less, above 0")
         return self
 
 
@@ -80,5 +77,5 @@ class ElasticConfig(Section):
     @model_validator(mode="after")
     def _order(self) -> "ElasticConfig":
         if self.max_ranks is not None and (self.min_ranks or 1) > self.max_ranks:
-            raise ValueError(f"elastic.min_ranks={self.min_ranks} exceeds elastic.max_ranks={self.max_ranks}")
+            raise clash(self, "min_ranks", "max_ranks", "set max_ranks to at least as many")
         return self

@@ -1,11 +1,12 @@
 """Configures how a run trains: steps and optimizer, its layout over ranks, and its schedule."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from braid.actors.config.model import Above0, AtLeast0, Count, Positive, Section, one_of
+from braid.actors.config.model import Above0, AtLeast0, Count, Positive, Section, clash, one_of
 from braid.scheduling.generate.named import SCHEDULES, ScheduleName
 from braid.scheduling.mesh.layout import AXES
 from braid.scheduling.model.recompute import RECOMPUTE_POLICIES
@@ -23,16 +24,24 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
+def _by_layer(text: str, known: Callable[[str], bool], meaning: str) -> list[str]:
+    """Return the word of every layer from a text such as ``2*full none``."""
+    words: list[str] = []
+    for part in text.split() or [""]:
+        times, star, word = part.rpartition("*")
+        if not known(word) or (star and not times.isdigit()):
+            raise ValueError(f"{part!r} must be {meaning}")
+        words += [word] * int(times or 1)
+    return words
+
+
 def _policies(value: Any) -> Any:
     """Parse one policy for all layers, or one per layer: ``2*full none``, or a list; or auto."""
     text = " ".join(counted([*map(str, value)])) if isinstance(value, list | tuple) else value
-    for word in () if text == AUTO else str(text).split() or [""]:
-        times, star, policy = word.rpartition("*")
-        if policy not in RECOMPUTE_POLICIES or (star and not times.isdigit()):
-            known = ", ".join(RECOMPUTE_POLICIES)
-            raise ValueError(
-                f"{word!r} must be one of {known}, auto, or for every layer, as in '4*full 8*none'"
-            )
+    if text != AUTO:
+        names = f"one of {', '.join(RECOMPUTE_POLICIES)}, auto"
+        known = RECOMPUTE_POLICIES.__contains__
+        _by_layer(str(text), known, f"{names}, or for every layer, as in '4*full 8*none'")
     return text
 
 
@@ -83,25 +92,16 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _optimizer_and_schedule(self) -> "TrainConfig":
         if self.momentum != MOMENTUM and self.optimizer != "muon":
-            raise ValueError(
-                f"momentum={self.momentum:g} is Muon's, and optimizer={self.optimizer}; set train.optimizer "
-                f"to muon, or leave train.momentum out (AdamW has train.betas)"
-            )
+            raise clash(self, "momentum", "optimizer", "set train.optimizer to muon; AdamW has train.betas")
         if self.decay_steps and self.schedule != "stable_decay":
-            raise ValueError(
-                f"decay_steps={self.decay_steps} belongs to schedule=stable_decay, and schedule="
-                f"{self.schedule}; set train.schedule to stable_decay, or train.decay_steps to 0"
-            )
+            raise clash(self, "decay_steps", "schedule", "set train.schedule to stable_decay")
         if self.warmup_steps + self.decay_steps > self.steps and self.decay_steps:
             raise ValueError(
                 f"decay_steps={self.decay_steps} and warmup_steps={self.warmup_steps} are more than "
                 f"steps={self.steps}; lower train.decay_steps or train.warmup_steps, or raise train.steps"
             )
         if self.optimizer == "adamw_8bit" and self.dtype == "fp64":
-            raise ValueError(
-                "optimizer=adamw_8bit computes in fp32, and dtype=fp64; set train.optimizer to adamw, or "
-                "train.dtype to fp32 or bf16"
-            )
+            raise clash(self, "optimizer", "dtype", "set train.dtype to fp32 or bf16")
         return self
 
     @property
@@ -114,13 +114,7 @@ def _degrees(value: Any) -> Any:
     """Parse ``2*4 2`` to ``(4, 4, 2)``; leave auto and other types unchanged."""
     if not isinstance(value, str) or value == AUTO:
         return value
-    degrees: list[int] = []
-    for word in value.split():
-        times, star, degree = word.rpartition("*")
-        if not degree.isdigit() or (star and not times.isdigit()):
-            raise ValueError(f"{word!r} must be a degree, or NUMBER*DEGREE, as in '12*4 12*2'")
-        degrees += [int(degree)] * int(times or 1)
-    return tuple(degrees)
+    return tuple(map(int, _by_layer(value, str.isdigit, "a degree, or NUMBER*DEGREE, as in '12*4 12*2'")))
 
 
 class ParallelConfig(Section):
@@ -156,12 +150,8 @@ class ParallelConfig(Section):
 
     @model_validator(mode="after")
     def _degrees_of_one_layout(self) -> "ParallelConfig":
-        degrees = self.tensor_degrees
-        if self.auto and isinstance(degrees, tuple):
-            raise ValueError(
-                f"tensor_degrees={list(degrees)} belong to one layout, and auto searches layouts; "
-                f"set parallel.auto to false and give the degrees, or leave parallel.tensor_degrees out"
-            )
+        if self.auto and isinstance(self.tensor_degrees, tuple):
+            raise clash(self, "tensor_degrees", "auto", "set parallel.auto to false")
         return self
 
     @property
@@ -200,10 +190,7 @@ class OverlapConfig(Section):
     @model_validator(mode="after")
     def _pipeline_of_the_schedule(self) -> "OverlapConfig":
         if self.pipeline is not None and self.schedule == AUTO:
-            raise ValueError(
-                f"pipeline={self.pipeline!r} is of one schedule, and schedule=auto; name the schedule, or "
-                f"leave the pipeline out"
-            )
+            raise clash(self, "pipeline", "schedule", "name the schedule, or leave the pipeline out")
         _ = self.name  # `ValueError` where the schedule has no such pipeline
         return self
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from braid.actors.config.model import Section
+from braid.actors.config.model import Section, shown
 from braid.scheduling.text.suggestions import key_called, must_be_one_of, nearest, plain
 
 GONE: Final[Mapping[str, str]] = {
@@ -122,7 +122,7 @@ def problems_in(errors: Iterable[Mapping[str, Any]], whole: type[BaseModel]) -> 
         if not (key := ".".join(keys)):  # a check over sections names the keys itself
             line = _message(error)
         elif key in GONE:
-            line = f"{key}={_shown(error.get('input'))}: this key is gone; leave it out: {GONE[key]}"
+            line = f"{key}={shown(error.get('input'))}: this key is gone; leave it out: {GONE[key]}"
         elif field is None:
             line = f"unknown key {key!r}; {_meant(keys, around, whole)}"
         else:
@@ -133,34 +133,29 @@ def problems_in(errors: Iterable[Mapping[str, Any]], whole: type[BaseModel]) -> 
 
 def _wrong_value(error: Mapping[str, Any], key: str, field: FieldInfo, below: list[str]) -> str:
     """Describe one faulty value; ``below``: the entry and the types that pydantic names below the key."""
-    kind, value, shown = error["type"], error.get("input"), _shown(error.get("input"))
+    kind, value = error["type"], error.get("input")
     if get_origin(field.annotation) is dict and below:
         entry = f".{below[0]}"
     else:
         entry = next((f"[{part}]" for part in below if part.isdecimal()), "") if kind != "missing" else ""
+    start = f"{key}{entry}={shown(value)}:"
     if kind == "value_error":
-        value_shown = "" if isinstance(value, (dict, Section)) else f"={shown}"
-        return f"{key}{entry}{value_shown}: {_message(error)}"
+        return f"{f'{key}{entry}:' if isinstance(value, (dict, Section)) else start} {_message(error)}"
     section = section_of(field.annotation) or (entry_of(field.annotation) if key[-1] == "]" else None)
     if section is not None:
         first = next(iter(section.model_fields))
-        return f"{key}={shown}: is a section of keys; write them as {key}: {{{first}: ...}}"
+        return f"{key}={shown(value)}: is a section of keys; write them as {key}: {{{first}: ...}}"
     wanted = re.sub(
         r"\b(whole number|number|path|list)\b", r"a \1", in_words(field.annotation, field.metadata)
     )
     if kind == "missing" and not below:
         return f"{key} is missing; it must be {wanted}"
-    if kind in ("string_type", "path_type") and isinstance(value, bool | int | float):
-        text = f'"{json.dumps(value)}"'
-        remedy = f"write it in quotes: {text}" + (
-            "" if entry or "[" in key else f", or override '{key}={text}'"
-        )
-        return f"{key}{entry}={shown}: must be text; {remedy}"
-    if kind == "tuple_type" and isinstance(value, str | bool | int | float):
-        text = f"[{json.dumps(value)}]"
-        by_override = "" if "[" in key else f", or override '{key}={text}'"
-        return f"{key}={shown}: must be a list; write it in brackets: {text}{by_override}"
-    start = f"{key}{entry}={shown}:"
+    in_quotes = kind in ("string_type", "path_type") and isinstance(value, bool | int | float)
+    if in_quotes or (kind == "tuple_type" and isinstance(value, str | bool | int | float)):
+        text = f'"{json.dumps(value)}"' if in_quotes else f"[{json.dumps(value)}]"
+        what, how = ("text", "quotes") if in_quotes else ("a list", "brackets")
+        by_override = "" if entry or "[" in key else f", or override '{key}={text}'"
+        return f"{start} must be {what}; write it in {how}: {text}{by_override}"
     if kind == "literal_error" and (words := _choices(field.annotation))[1:]:
         return f"{start} {must_be_one_of(value, words)}"
     return f"{start} {f'{key} ' if entry else ''}must be {wanted}"
@@ -171,13 +166,6 @@ def _choices(kind: Any) -> list[str]:
     if get_origin(kind) is Literal:
         return list(map(str, get_args(kind)))
     return [word for inner in get_args(kind) for word in _choices(inner)]
-
-
-def _shown(value: Any) -> str:
-    """Format a value as in YAML, where that differs from Python."""
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_shown, value))}]"
-    return json.dumps(value) if isinstance(value, bool) or value is None else repr(value)
 
 
 def _message(error: Mapping[str, Any]) -> str:

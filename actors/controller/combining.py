@@ -32,7 +32,7 @@ def combine(samples: Sequence[Samples], parts: Mapping[str, Part]) -> Profile:
     for key, name in spare_of.items():
         users[name].append(key)
     streams: dict[str, Stream] = {}
-    for axis, stream in (one for rank in samples for one in rank.streams.items()):
+    for axis, stream in (item for rank in samples for item in rank.streams.items()):
         if streams.get(axis) is not Stream.INTER:  # if one rank's group spans nodes, the axis does
             streams[axis] = stream
     handling = {
@@ -55,7 +55,7 @@ def combine(samples: Sequence[Samples], parts: Mapping[str, Part]) -> Profile:
     moves = {key for key, name in classes.items() if name in ("intra", "inter")}
     average = _with_delays(solo, moves)
     together: dict[tuple[str, str], list[Together]] = defaultdict(list)
-    for pair, measured in (one for rank in samples for one in rank.together.items()):
+    for pair, measured in (item for rank in samples for item in rank.together.items()):
         together[pair] += measured
     return Profile(
         source=f"measured: {hardware_of([rank.hardware for rank in samples])}",
@@ -143,10 +143,10 @@ def _oef(
     stands for."""
     effects: dict[str, list[_Effect]] = defaultdict(list)
     for (key, name), times in together.items():
-        own, other = alone[key], alone[name]
-        if (shorter := min(own, other)) > 0:
-            values = [(own + other - time.both_ns) / shorter for time in times]
-            listed = () if own < SHORT * other or key in spares else tuple(users.get(name, ()))
+        operator, other = alone[key], alone[name]
+        if (shorter := min(operator, other)) > 0:
+            values = [(operator + other - time.both_ns) / shorter for time in times]
+            listed = () if operator < SHORT * other or key in spares else tuple(users.get(name, ()))
             effects[_pair(classes[key], classes[name])].append(_Effect(key, listed, values, shorter))
     oef: dict[str, float] = {}
     for kinds, measured_effects in effects.items():
@@ -206,9 +206,9 @@ def _slowdowns(
     for (key, name), times in together.items():
         for time in times:
             if time.overlap_ns > 0:
-                for one, beside, took in ((key, name, time.operator_ns), (name, key, time.other_ns)):
-                    for sufferer in (classes[one], *users.get(one, ())):
-                        lost = time.overlap_ns, took - alone[one]
+                for slowed, beside, took in ((key, name, time.operator_ns), (name, key, time.other_ns)):
+                    for sufferer in (classes[slowed], *users.get(slowed, ())):
+                        lost = time.overlap_ns, took - alone[slowed]
                         losses[f"{sufferer}<{classes[beside]}"].append(lost)
     return {name: _slowdown(values) for name, values in losses.items()}
 
@@ -245,7 +245,7 @@ def _transfers(samples: Sequence[Samples]) -> dict[str, TransferFit]:
     fits = {}
     for key, runs in _by_key(rank.transfers for rank in samples).items():
         sizes: dict[int, list[int]] = defaultdict(list)
-        for size, ns in (one for run in runs for one in run):
+        for size, ns in (pair for run in runs for pair in run):
             if ns:
                 sizes[size].append(ns)
         if not sizes:

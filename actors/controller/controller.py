@@ -70,7 +70,7 @@ def check_begin(config: Config, options: RunOptions, shape: ModelShape) -> None:
     check_run_directory(config, resume=resume, overwrite=options.overwrite, mark=mark)
     if not resume:
         return
-    homes = Homes.of(config, identity_of(config.run_directory, config.name, mark), resume=True)
+    homes = Homes.of(config, identity_of(config.run_directory, config.name, mark))
     if not options.again or homes.begun():
         train = config.train
         newest = homes.newest_of(shape)
@@ -112,7 +112,7 @@ class Controller:
             directory = RunDirectory(config, resume=resume, overwrite=options.overwrite, mark=mark)
             stack.callback(directory.close)
             failure = directory.unfinished() if resume else None
-            homes = Homes.of(config, directory.identity, resume=resume)
+            homes = Homes.of(config, directory.identity)
             saver = Saver(homes, directory, config.checkpoint)
             stack.callback(saver.close)
             resumed = resume and (not options.again or homes.begun())

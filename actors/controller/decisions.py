@@ -77,15 +77,13 @@ def find_or_decide(config: Config, shape: ModelShape, profile: Profile) -> Decis
     Raise `ValueError` for a cost that the profile does not have, and `ConfigError` as `planning.plan_run`
     does.
     """
-    key = decisions_key(config, shape, profile)
-    path = config.runs / "profiles" / f"decisions-{key}.json"
-    if (kept := _read(path, key)) is not None:
+    path = config.runs / "profiles" / f"decisions-{decisions_key(config, shape, profile)}.json"
+    if (kept := _read(path)) is not None:
         return kept
     decisions = decide(config, shape, profile)
     with contextlib.suppress(OSError):  # if the disk is full, the next start decides again
         path.parent.mkdir(parents=True, exist_ok=True)
-        content = json.dumps(to_mapping(decisions))
-        write_durably(path, json.dumps({"key": key, "sha256": _checksum(content), "decisions": content}))
+        write_durably(path, json.dumps(to_mapping(decisions)))
         remove_oldest(path.parent.glob("decisions-*.json"), KEPT)
     return decisions
 
@@ -101,7 +99,8 @@ def remove_oldest(files: Iterable[Path], keep: int) -> list[Path]:
 def decide(config: Config, shape: ModelShape, profile: Profile) -> Decisions:
     """Search and simulate. Raise `ValueError` as `find_or_decide` does."""
     planned = planning.plan_run(config, shape, profile)
-    taken, serial = planned.taken, planned.serial_step()
+    taken, alone = planned.taken, planned.serial.numbers
+    serial = SerialStep(seconds=alone.step_seconds, alpha=alone.communication_seconds / alone.step_seconds)
     searched = config.overlap.schedule == AUTO
     texts = {"predicted.json": json.dumps(prediction(taken, serial), indent=1)}
     if config.overlap.schedule_file is None:  # `braid train --plan` can run it again
@@ -175,7 +174,7 @@ def decisions_key(config: Config, shape: ModelShape, profile: Profile) -> str:
 
 def key_of(content: Mapping[str, object]) -> str:
     """Return a short key of plain data: equal data have equal keys."""
-    return _checksum(json.dumps(content, sort_keys=True))[:16]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def sources_digest(places: Iterable[Path]) -> str:
@@ -192,18 +191,11 @@ def _digest(file: Path | None) -> str | None:
         return None
 
 
-def _read(path: Path, key: str) -> Decisions | None:
-    """Read the decisions in a file; return None if it is missing, damaged, or for something else."""
+def _read(path: Path) -> Decisions | None:
+    """Read the decisions in a file; return None if it is missing or damaged."""
     try:
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        if kept["key"] != key or kept["sha256"] != _checksum(kept["decisions"]):
-            return None
-        decisions = from_mapping(Decisions, json.loads(kept["decisions"]), str(path))
+        decisions = from_mapping(Decisions, json.loads(path.read_text(encoding="utf-8")), str(path))
         os.utime(path)  # mark as used, so that it is removed last
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError):
         return None
     return decisions
-
-
-def _checksum(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -29,7 +29,6 @@ from braid.actors.controller.state.saving import Saver, manifest_facts
 from braid.actors.controller.steps import StepClock, Stepper, Watch
 from braid.actors.stage.rank.interface import Rank
 from braid.actors.stage.rank.messages import RunPlan
-from braid.scheduling.mesh.cluster import Stream
 from braid.scheduling.mesh.topology import Topology
 
 _STALL_STEPS = 3
@@ -152,7 +151,7 @@ class Generation:
         run.saver.goes_on(done, group, run.generation, stored)
         notes += [kernels] if kernels else []
         if config.cluster.emulated_link_mbit is None:  # else the slow link is what the user wants to see
-            notes += placement_notes(Topology(layout.mesh, group.hosts), plan.streams)
+            notes += Topology(layout.mesh, group.hosts).warnings()
         cluster = {"controller": os.getpid(), **group.describe()}
         directory.describe(plan, cluster)
         records = deque(directory.rewind(done + 1), WINDOW)
@@ -308,18 +307,3 @@ class Generation:
             group.call_all(Rank.pair_copies, shift)
             group.call_all(Rank.keep_copy, done)
         run.shift = shift
-
-
-def placement_notes(topology: Topology, planned: Mapping[str, Stream]) -> list[str]:
-    """Return remarks on where a run's ranks are placed.
-
-    ``planned``: the links that the profile used for decisions assumes for axes; empty without a profile.
-    """
-    where = {Stream.INTRA: "inside nodes", Stream.INTER: "between nodes"}
-    moved = [
-        f"parallel.{axis} was planned {where[planned[axis]]} and lies {where[stream]}"
-        for axis, stream in topology.streams().items()
-        if planned.get(axis, stream) is not stream
-    ]
-    told = [f"{', '.join(moved)}: steps take longer or shorter than predicted"] if moved else []
-    return [*topology.warnings(), *told]

@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 
 from braid.actors.config import Config, ConfigError
 from braid.actors.config.model import as_config_error
-from braid.actors.stage.rank.messages import SerialStep
 from braid.scheduling.cost.profile import Profile
 from braid.scheduling.cost.simulate import Simulation
 from braid.scheduling.generate.lower import Choices, scheduled_parts, training_schedule
@@ -83,15 +82,7 @@ class Planned:
 
     @property
     def taken(self) -> Outcome:
-        """The outcome that is run."""
         return self.outcomes[0]
-
-    def serial_step(self) -> SerialStep:
-        """Return the simulated time and communication share of a step without overlap."""
-        numbers = self.serial.numbers
-        return SerialStep(
-            seconds=numbers.step_seconds, alpha=numbers.communication_seconds / numbers.step_seconds
-        )
 
 
 def plan_run(config: Config, shape: ModelShape, profile: Profile) -> Planned:

@@ -153,14 +153,14 @@ def _profile_path(config: Config, shape: ModelShape, launcher: Launcher) -> Path
 
 def machine() -> str:
     """Describe the processors of this machine, without asking torch."""
-    found = set()
-    for place in (Path("/proc/cpuinfo"), *Path("/proc/driver/nvidia/gpus").glob("*/information")):
+    models = set()
+    for file in (Path("/proc/cpuinfo"), *Path("/proc/driver/nvidia/gpus").glob("*/information")):
         try:
-            lines = place.read_text(encoding="utf-8").splitlines()
+            lines = file.read_text(encoding="utf-8").splitlines()
         except OSError:
             continue
-        found |= {line.partition(":")[2].strip() for line in lines if line.lower().startswith("model")}
-    return f"{platform.machine()} {usable_cpus():g} {' '.join(sorted(found))}"
+        models |= {line.partition(":")[2].strip() for line in lines if line.lower().startswith("model")}
+    return f"{platform.machine()} {usable_cpus():g} {' '.join(sorted(models))}"
 
 
 _TRAIN_KEYS = {
@@ -208,12 +208,12 @@ def _own_sources() -> str:
 def _layer_digest(reference: str) -> str:
     """Return a digest of a layer's name and the file of its class; only the name if its module is not found,
     which is reported elsewhere."""
-    place, _, _ = reference.rpartition(":")
-    file: str | None = place if place.endswith(".py") else None
+    module, _, _ = reference.rpartition(":")
+    file: str | None = module if module.endswith(".py") else None
     if file is None:
         with contextlib.suppress(ImportError, ValueError):
-            found = importlib.util.find_spec(place)
-            file = found.origin if found is not None else None
+            spec = importlib.util.find_spec(module)
+            file = spec.origin if spec is not None else None
     return f"{reference} {sources_digest([Path(file)]) if file else ''}"
 
 

@@ -27,8 +27,7 @@ from shlex import quote
 from typing import Any, BinaryIO, Literal, assert_never
 
 from braid.actors.config import ConfigError, DataConfig
-from braid.actors.config.paths import PYTHON_STDLIB
-from braid.actors.config.urls import file_system, is_url
+from braid.actors.config.paths import PYTHON_STDLIB, file_system, is_url
 
 KEY = "data.files"
 MESSAGES = "messages"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from braid.actors.config import Config, DataConfig
-from braid.actors.config.urls import is_url
+from braid.actors.config.paths import is_url
 from braid.actors.stage.data.token_files import INDEX_VERSION, DataIndex
 from braid.jobs.data.chat import ChatTemplate
 from braid.jobs.data.corpus import MESSAGES, Source, WorkItem, cut, find_sources, unreadable

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from braid.actors.config import ConfigError
 from braid.actors.controller.ranks.group import StoppedError
-from braid.actors.controller.ranks.processes import ProcessPlace, enter_namespace, separate_places
+from braid.actors.controller.ranks.parent import enter_namespace
+from braid.actors.controller.ranks.processes import ProcessPlace, separate_places
 from braid.jobs.drill.census import kill
 from braid.jobs.training.stopping import StopSignals
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from braid.actors.config import Config, ConfigError
+from braid.actors.config.paths import check_protocol
 from braid.actors.config.variables import inherited
 from braid.actors.controller.controller import RunOptions, check_begin
 from braid.actors.controller.planning import build_schedule
@@ -16,7 +17,7 @@ from braid.actors.controller.ranks.cpus import memory_here
 from braid.actors.controller.ranks.processes import ProcessPlace, check_room
 from braid.actors.controller.ranks.rank_environment import gpus_here
 from braid.actors.controller.ranks.rendezvous import launcher_here
-from braid.actors.controller.state.mirror import check_url
+from braid.actors.controller.state.mirror import KEY
 from braid.actors.stage.files.hub_files import check_initial
 from braid.jobs.cluster.session import check_installed, check_lasting, is_private
 from braid.jobs.data.data_sets import check_data
@@ -56,7 +57,7 @@ def check_inputs(config: Config, *, begins: bool = True) -> ModelShape:
         check_initial(config.model.initial, shape)
     check_data(config)
     if config.checkpoint.mirror is not None:
-        check_url(config.checkpoint.mirror)
+        check_protocol(KEY, config.checkpoint.mirror)
     if config.overlap.profile is not None:
         read_profile(config.overlap.profile)
     return shape

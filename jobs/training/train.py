@@ -315,7 +315,6 @@ def plan_run(config: Config, shape: ModelShape, data: str, launcher: Launcher, s
         data=data,
         solo_ns=decided.solo_ns,
         profile=known.profile.source,
-        streams=known.profile.streams,
         serial=decided.serial,
         files={"profile.json": known.profile.to_json(), **decided.files},
     )

@@ -268,7 +268,7 @@ SHARE = "must be a number at least 0, < 1"
             "failure.spike=0.5",
             "failure: spike=0.5 would repeat every other step; set it above 1, as to 3, or",
         ),
-        ("elastic={min_ranks: 3, max_ranks: 2}", "elastic: elastic.min_ranks=3 exceeds elastic.max_ranks=2"),
+        ("elastic={min_ranks: 3, max_ranks: 2}", "elastic: min_ranks=3 does not go with max_ranks=2; set"),
         ("train=5", "train=5: is a section of keys; write them as train: {steps: ...}"),
     ],
 )

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.actors.config import Config, ConfigError, parse_config
+from braid.actors.config.paths import check_protocol
 from braid.actors.controller.state.checkpoint_stores import Homes, begun_mark
 from braid.actors.controller.state.manifest import (
     MANIFEST,
@@ -23,7 +24,7 @@ from braid.actors.controller.state.manifest import (
     Manifest,
     verify,
 )
-from braid.actors.controller.state.mirror import Mirror, MirrorError, RunIdentity, check_url
+from braid.actors.controller.state.mirror import KEY, Mirror, MirrorError, RunIdentity
 from tests.actors import saved
 
 pytestmark = pytest.mark.slow
@@ -204,7 +205,7 @@ def config_of(tmp_path: Path, url: str, name: str = RUN.name) -> Config:
     return parse_config({"name": name, "runs": str(tmp_path / "runs"), "checkpoint": {"mirror": url}})
 
 
-def test_who_a_run_is_stands_in_its_directory_checkpoints_and_mirror(url: str, tmp_path: Path) -> None:
+def test_who_a_run_is_stands_in_its_directory_and_in_its_mirror(url: str, tmp_path: Path) -> None:
     config = config_of(tmp_path, url)
     assert begun_mark(config) == ""
     store = CheckpointStore(config.run_directory / "checkpoints")
@@ -286,4 +287,4 @@ def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch: pytest.M
     says = r"^checkpoint.mirror='s3://b/run': .*s3fs.*'braid\[object-stores\]'$"
     with pytest.raises(ConfigError, match=says):
         mirror_of("s3://b/run")
-    check_url("s3://b/run")  # the nodes may have it
+    check_protocol(KEY, "s3://b/run")  # the nodes may have it

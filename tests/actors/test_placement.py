@@ -1,10 +1,11 @@
 """The numbers of ranks by their nodes and GPUs, at the begin and after some were replaced."""
 
+from concurrent.futures import Future
 from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -49,36 +50,15 @@ def test_hosts_are_told_apart_where_nodes_share_an_address() -> None:
     ]
 
 
-class Asked:
-    """A collector's actor, and the Ray that is asked for its answers."""
-
-    def __init__(self) -> None:
-        self.questions = 0
-        self.there: list[int] = []
-        self.counts = SimpleNamespace(remote=self.ask)
-
-    def ask(self) -> int:
-        self.questions += 1
-        return self.questions
-
-    def wait(self, references: list[int], timeout: float) -> tuple[list[int], list[int]]:
-        assert timeout == 0, "nobody waits between two steps"
-        return [one for one in references if one in self.there], []
-
-    def get(self, reference: int) -> SpanCounts:
-        assert reference in self.there
-        return SpanCounts(written=reference)
-
-
-def test_a_collector_that_hangs_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    actor = Asked()
-    monkeypatch.setattr(placement, "ray", actor)
-    collector = placement.ActorCollector(actor)
+def test_a_collector_that_hangs_holds_up_nobody() -> None:
+    answers = [Future[SpanCounts]() for _ in range(2)]
+    ask = Mock(side_effect=[SimpleNamespace(future=lambda answer=answer: answer) for answer in answers])
+    collector = placement.ActorCollector(SimpleNamespace(counts=SimpleNamespace(remote=ask)))
     assert [collector.counts().written for _ in range(3)] == [0, 0, 0]
-    assert actor.questions == 1
-    actor.there = [1]
+    assert ask.call_count == 1
+    answers[0].set_result(SpanCounts(written=1))
     assert [collector.counts().written for _ in range(3)] == [1, 1, 1]
-    assert actor.questions == 2
+    assert ask.call_count == 2
 
 
 def test_machines_are_named_by_what_they_compute_with() -> None:

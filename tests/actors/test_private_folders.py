@@ -19,7 +19,6 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     place.mkdir()
     monkeypatch.setattr(private_folders, "_OTHERS", (str(place),))
     monkeypatch.setattr(private_folders, "_LONGEST_SOCKET", len(str(place)) + 40)
-    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     return place
 
 

@@ -146,7 +146,7 @@ def test_an_error_does_not_end_the_thread_that_shows_life(capsys: pytest.Capture
         ours.send(("pulse", ()))
         assert ours.poll(10)
         answers.append(ours.recv())
-    assert answers == [None, 2]
+    assert answers == [(None,), (2,)]
     ours.close()
     thread.join(10)
     assert "of something else" in capsys.readouterr().err

@@ -181,7 +181,7 @@ def test_a_save_waits_for_the_one_before_it(start: Start) -> None:
     run.finish()
     assert run.saved == [1, 2, 3, 4, 5, 6]
     names = sorted(path.name for path in run.homes.store.directory.iterdir())
-    assert names == ["latest", "step-5", "step-6"]
+    assert names == ["step-5", "step-6"]
 
 
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["in the background", "at once"])
@@ -372,7 +372,7 @@ def test_a_removal_that_fails_is_told_once_tried_again_and_is_no_failed_save(
     assert run.homes.store.steps() == [4], "what is removed half-way has no checkpoint's name"
     monkeypatch.undo()
     run.save(5)
-    assert sorted(path.name for path in run.homes.store.directory.iterdir()) == ["latest", "step-5"]
+    assert sorted(path.name for path in run.homes.store.directory.iterdir()) == ["step-5"]
 
 
 def test_a_save_that_nobody_will_finish_is_removed_at_the_end(start: Start) -> None:

@@ -1,17 +1,17 @@
 """From a rank's queue to files in the run directory: order, drops, budgets, a full disk, nobody there."""
 
 import errno
-import socket
 import threading
 import time
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 import pytest
 
-from braid.actors.controller.records.span_files import FILES, SpanFiles, socket_collector
-from braid.actors.stage.measure.span_stream import SocketSink, SpanStream
+from braid.actors.controller.records.span_files import FILES, SpanFiles
+from braid.actors.stage.measure.span_stream import ConnectionSink, SpanStream
 from braid.dashboards.trace_folder import TraceFolder
 from braid.scheduling.mesh.cluster import Stream
 from braid.scheduling.trace.batches import RECORD, Batch, Labels, Records, decode
@@ -91,11 +91,13 @@ def test_what_the_queue_cannot_hold_is_dropped_and_counted() -> None:
 
 
 @pytest.mark.parametrize("error", [BrokenPipeError(), RuntimeError("of something else"), None])
-def test_a_sink_that_fails_costs_nothing_but_the_spans(tmp_path: Path, error: Exception | None) -> None:
-    """Or a socket that a cleaner of /tmp has removed: ranks of a new generation find nobody."""
+def test_a_sink_that_fails_costs_nothing_but_the_spans(error: Exception | None) -> None:
+    """Or a connection whose other end is closed."""
     taken = Taken()
     taken.error = error
-    sink = taken if error else SocketSink(str(tmp_path / "gone"))
+    theirs, ours = Pipe(duplex=False)
+    theirs.close()
+    sink = taken if error else ConnectionSink(ours)
     stream = SpanStream(0, 1, sink, interval_s=0.01)
     stream.put(LABELS, records_of(0, 100), 0)
     assert within(20, lambda: stream.dropped == 100)
@@ -196,22 +198,29 @@ def test_a_full_disk_is_told_and_what_fits_later_is_kept(
     assert counts_of(TraceFolder(tmp_path)) == {0: 5, 2: 5}
 
 
-def test_ranks_send_through_a_socket_and_strangers_are_not_listened_to(tmp_path: Path) -> None:
+def test_ranks_send_over_connections_and_strange_content_ends_one(tmp_path: Path) -> None:
+    """Also after a rank has begun a new generation."""
     files = SpanFiles(tmp_path, 1 << 22)
-    with socket_collector(files) as collector:
-        stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        stranger.connect(collector.target)
-        stranger.sendall(b"GET / HTTP/1.1\r\n" + bytes(100))
-        streams = [SpanStream(r, 1, SocketSink(collector.target), interval_s=0.01) for r in range(3)]
+    pipes = [Pipe(duplex=False) for _ in range(4)]
+    for theirs, _ in pipes:
+        files.receive(theirs)
+    *ranks, (_, stranger) = pipes
+    stranger.send_bytes(b"GET / HTTP/1.1\r\n" + bytes(100))
+    sinks = [ConnectionSink(ours) for _, ours in ranks]
+    for generation in (1, 2):
+        streams = [SpanStream(rank, generation, sink, interval_s=0.01) for rank, sink in enumerate(sinks)]
         for step in range(30):
             for stream in streams:
                 stream.put(LABELS, records_of(step, 250), step)
         for stream in streams:
             stream.close()
-        assert stranger.recv(1) == b"", "the connection was closed"
-        stranger.close()
-    assert collector.counts().written == 3 * 30 * 250
+    for _, ours in ranks:
+        ours.close()
+    files.close()
+    assert files.counts().written == 2 * 3 * 30 * 250
     assert counts_of(TraceFolder(tmp_path)) == dict.fromkeys(range(30), 3 * 250)
+    with pytest.raises(BrokenPipeError):
+        stranger.send_bytes(b"more")
 
 
 def test_the_newest_files_are_kept_whatever_their_number(tmp_path: Path) -> None:

@@ -242,7 +242,7 @@ REFUSED = {
     "telemetry.profile.steps=[12,10]": "steps=[12, 10] names the last step first; set it to [10, 12]",
     "telemetry.profile.steps=[0,1]": "telemetry.profile.steps[0]=0",
     "telemetry.profile.steps=[3]": "must be a list of 2 whole numbers at least 1, or null",
-    "telemetry.profile.steps=[900,901]": "end after train.steps=100; lower them, or raise train.steps",
+    "telemetry.profile.steps=[900,901]": "does not go with train.steps=100; profile earlier, or raise",
     "telemetry.profile.ranks=[]": "names no rank; set it to [0]",
     "telemetry.profile.step=[1,2]": "did you mean 'telemetry.profile.steps'?",
 }

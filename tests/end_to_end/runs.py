@@ -11,6 +11,7 @@ import random
 import sysconfig
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -27,6 +28,7 @@ from braid.actors.controller.planning import build_schedule, setting_of
 from braid.actors.controller.ranks.group import WorkerError, WorkerGroup
 from braid.actors.controller.ranks.processes import ProcessLauncher
 from braid.actors.controller.records.run_records import Event, Finished, StepDone
+from braid.actors.controller.records.span_files import SpanFiles
 from braid.actors.controller.records.step_record import StepRecord
 from braid.actors.stage.data.sample_order import sample_ids
 from braid.actors.stage.data.token_files import read_index
@@ -157,9 +159,18 @@ class KeptRanks(ProcessLauncher):
     run's time. A group that failed is ended and not used again."""
 
     _idle: ClassVar[dict[int, WorkerGroup]] = {}
+    _files: ClassVar[SpanFiles] = SpanFiles(Path(), 0)
+    """One object for all runs, as ranks that stay send to it."""
+
+    @contextmanager
+    def collector(self, files: Path, bytes_per_rank: int) -> Iterator[SpanFiles]:
+        self._files.__init__(files, bytes_per_rank)  # type: ignore[misc]
+        with closing(self._files):
+            yield self._files
 
     def start(self, ranks: int, avoid: Sequence[str] = (), stopped: Any = None) -> WorkerGroup:
         """Ranks that an earlier run has left, or new ones."""
+        self._spans = self._files
         return _Lent(self._idle.pop(ranks, None) or super().start(ranks), self._idle)
 
     @classmethod

@@ -43,7 +43,7 @@ def test_triton_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch
     config = parse_config({"train": {"kernels": "triton"}})
     assert config.check(BYTES_VOCABULARY)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"train\.kernels='triton': Triton is not installed"):
+    with pytest.raises(ConfigError, match=r"train\.kernels='triton': triton is not installed"):
         config.check(BYTES_VOCABULARY)
 
 

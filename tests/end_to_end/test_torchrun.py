@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from braid.actors.config.joined import JoinedProcess
-from braid.actors.controller.ranks.door import Door, Plate
+from braid.actors.controller.ranks.rendezvous import KINDS, Door, Plate
 from braid.actors.controller.records.json_lines import read_lines
 from tests.end_to_end.command import (
     braid,
@@ -208,7 +208,7 @@ def test_a_door_opens_to_nobody_without_the_token() -> None:
         silent = socket.create_connection(door.plate[:2])
         with pytest.raises(Exception, match=r"digest|Authentication|reject"):
             Plate(*door.plate[:2], "another token").knock("calls", 1, "127.0.0.1")
-        connections = [door.plate.knock(kind, 1, "127.0.0.1") for kind in ("calls", "pulse")]
+        connections = [door.plate.knock(kind, 1, "127.0.0.1") for kind in KINDS]
         guest = door.take(1, 5.0)
         guest.calls.send("hello")
         assert connections[0].recv() == "hello"
@@ -217,20 +217,12 @@ def test_a_door_opens_to_nobody_without_the_token() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "says"),
-    [
-        ("RANK", "x", "RANK='x' must be a number"),
-        ("WORLD_SIZE", "-1", "WORLD_SIZE='-1' must be a number"),
-        ("RANK", "2", "RANK=2 must be less than WORLD_SIZE=2"),
-        ("MASTER_PORT", "http", "MASTER_PORT='http' must be a number"),
-    ],
+    ("name", "value"), [("RANK", "x"), ("WORLD_SIZE", "-1"), ("RANK", "2"), ("MASTER_PORT", "http")]
 )
-def test_variables_that_torchrun_does_not_set_so(name: str, value: str, says: str) -> None:
+def test_variables_that_torchrun_does_not_set_so(name: str, value: str) -> None:
     whole = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     assert JoinedProcess.of(whole) == JoinedProcess(1, 2, "127.0.0.1", 29500, 2)
     assert JoinedProcess.of({**whole, "MASTER_ADDR": ""}) is None
-    with pytest.raises(ValueError, match=says) as refused:
+    unset = "unset RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT to start braid without torchrun"
+    with pytest.raises(ValueError, match=f"^{name}='?{value}'? must be .*{unset}"):
         JoinedProcess.of({**whole, name: value})
-    assert "unset RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT to start braid without torchrun" in str(
-        refused.value
-    )

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from braid.actors.controller.ranks.processes import ProcessLauncher, enter_namespace
+from braid.actors.controller.ranks.parent import enter_namespace
+from braid.actors.controller.ranks.processes import ProcessLauncher
 from braid.actors.stage.rank.interface import Rank
 from braid.jobs.bench.overlap_case import LAYOUTS, OverlapCase
 from braid.jobs.drill.hosts import two_hosts

@@ -24,6 +24,7 @@ from braid.scheduling.schedule.operations import (
 )
 from braid.scheduling.schedule.rounds import in_rounds
 from braid.scheduling.schedule.schedule import Block, Instruction, Program, Schedule, Side, Sides
+from braid.scheduling.schedule.text import operator_key
 from tests.scheduling.cases import LLAMA, model_parts
 from tests.scheduling.test_graphs import check_data_flow
 

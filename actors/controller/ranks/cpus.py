@@ -13,7 +13,7 @@ _MEMORY_LIMITS = ("memory.max", "memory.limit_in_bytes")
 def usable_cpus(root: Path = _ROOT) -> float:
     """Return the number of CPUs, or the share that a quota allows: 1.5 where one and a half may always be
     busy."""
-    usable = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    usable = float(len(os.sched_getaffinity(0)))
     for folder in _groups(root):
         words = _words(folder / "cpu.max")  # version 2
         if not words:
@@ -31,8 +31,8 @@ def whole_cpus() -> int:
 
 def throttled(root: Path = _ROOT) -> int:
     """Return how often a CPU quota has stopped the processes of this process's control groups so far."""
-    found = [_words(folder / "cpu.stat") for folder in _groups(root)]
-    return sum(int(words[words.index("nr_throttled") + 1]) for words in found if "nr_throttled" in words)
+    counts = [_words(folder / "cpu.stat") for folder in _groups(root)]
+    return sum(int(words[words.index("nr_throttled") + 1]) for words in counts if "nr_throttled" in words)
 
 
 def memory_here(root: Path = _ROOT) -> int | None:
@@ -43,7 +43,7 @@ def memory_here(root: Path = _ROOT) -> int | None:
         return None
     total = int(words[words.index("MemTotal:") + 1]) << 10
     limits = (_words(folder / name) for folder in _groups(root, "memory") for name in _MEMORY_LIMITS)
-    return min([total, *(int(found[0]) for found in limits if found and found[0].isdigit())])
+    return min([total, *(int(words[0]) for words in limits if words and words[0].isdigit())])
 
 
 def _groups(root: Path, controller: str = "cpu") -> Iterator[Path]:
@@ -55,7 +55,7 @@ def _groups(root: Path, controller: str = "cpu") -> Iterator[Path]:
         if number != "0" and controller not in controllers.split(","):
             continue
         tops = (mounts, mounts / "unified") if number == "0" else (mounts / controllers, mounts / controller)
-        top = next((one for one in tops if one.is_dir()), mounts)
+        top = next((folder for folder in tops if folder.is_dir()), mounts)
         group = top / path.strip("/")
         yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(top))
 

@@ -4,7 +4,6 @@ ranks."""
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Final
 
 from braid.actors.config import FailureConfig
@@ -65,7 +64,6 @@ class Interruptions:
     """Counts a run's interruptions, and keeps the newest failure and change until a step is done."""
 
     def __init__(self, config: FailureConfig, failure: Interruption | None = None) -> None:
-        self._max_restarts = config.max_restarts
         self.budget = RestartBudget(config.max_restarts)
         self._spikes = RestartBudget(config.max_restarts)
         self.repeated: set[int] = set()
@@ -74,8 +72,8 @@ class Interruptions:
         """Failures since the last finished step."""
         self.failure = failure
         """The failure after which the present generation was formed, until a step is done."""
-        self._changed: Interruption | None = None
-        """The change that the present generation was formed for, until a step is done."""
+        self._changes: list[Interruption] = []
+        """Changes of the ranks since the last finished step."""
 
     def goes_on_after(self, error: WorkerError) -> bool:
         """Return whether the run tolerates a failure; further tries of the same recovery do not use the
@@ -83,7 +81,7 @@ class Interruptions:
         if isinstance(error, SpikeError):
             return True
         self._tries += 1
-        if self._tries > 1 and self._max_restarts:
+        if self._tries > 1 and self.budget.most:
             return self._tries <= MAX_TRIES
         return self.budget.spend()
 
@@ -109,29 +107,25 @@ class Interruptions:
 
     def change(self, changed: Interruption) -> None:
         """Record a change of ranks: the next generation has other ranks, and its state from a checkpoint."""
-        if (before := self._changed) is not None:  # no step was done since the last change: merge both
-            ranks = [before.facts["ranks"][0], changed.facts["ranks"][1]]
-            given_up, text = changed.time - before.time, f"{before.text}; then {changed.text}"
-            changed = replace(before, text=text, facts={"ranks": ranks}, parts={"given up": given_up})
-        self._changed = changed
+        self._changes.append(changed)
         self.failure = None
 
     @contextlib.contextmanager
     def timed(self, part: str) -> Iterator[None]:
         """Add the time of the block to the parts of the present failure or change, if there is one."""
-        cause = self.failure or self._changed
+        cause = self.failure or next(reversed(self._changes), None)
         begin = time.monotonic()
         yield
         if cause is not None:
             cause.parts[part] = time.monotonic() - begin
 
     def step_done(self, step: int, now: float) -> list[Interruption]:
-        """Note that ``step`` steps are done; return the failure and the change that this ends."""
+        """Note that ``step`` steps are done; return the changes and the failure that this ends."""
         self._tries = 0
         self.budget.step_done(step)
         self._spikes.step_done(step)
-        over = [cause for cause in (self.failure, self._changed) if cause is not None]
-        self.failure = self._changed = None
+        over = [*self._changes, *([self.failure] if self.failure is not None else [])]
+        self.failure, self._changes = None, []
         for cause in over:
             cause.parts["first step"] = now - cause.time - sum(cause.parts.values())
         return over

@@ -4,6 +4,7 @@ import contextlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -108,8 +109,10 @@ class WorkerGroup(ABC):
         self._limit_s = max(_CALL_SECONDS, cluster.group_timeout_s)
         self._long_limit_s = max(_LONG_SECONDS, cluster.group_timeout_s * (_LONG_SECONDS / _CALL_SECONDS))
         self._stopped: Callable[[], bool] = never
-        self._busy: set[int] = set()
-        """Ranks that have not answered their last call yet."""
+        self._calls: dict[int, Future[Any]] = {}
+        """The last call of every rank that has not answered it yet."""
+        self._questions: dict[tuple[int, str], Future[Any]] = {}
+        """Unanswered questions, by rank and name."""
         self._gone: set[int] = set()
         self._awake: set[int] = set()
         """Ranks that have answered a question since they started; a rank's first answer may take long."""
@@ -155,32 +158,34 @@ class WorkerGroup(ABC):
         A rank's own `interrupt` may end later than the call that it breaks off, and the next generation
         begins after both.
         """
-        told = self._busy - self._gone
+        told = self._calls.keys() - self._gone
         for rank in told:
             self._ask(rank, "interrupt", generation)
         deadline = time.monotonic() + self._interrupt_s
-        while (left := (self._busy | told) - self._gone) and time.monotonic() < deadline:
-            outcomes, answers = self._poll(left & self._busy, _PULSE_SECONDS)
+        while (left := (self._calls.keys() | told) - self._gone) and time.monotonic() < deadline:
+            outcomes, answers = self._poll(left & self._calls.keys(), _PULSE_SECONDS)
             for rank, outcome in outcomes:
                 self._answered(rank, outcome)
             told -= {rank for rank, question, _ in answers if question == "interrupt"}
-        self._gone |= self._busy | told
+        self._gone |= self._calls.keys() | told
         for rank in self._gone:
             self._kill(rank)
-        self._busy.clear()
+        self._calls.clear()
         return sorted(self._gone)
 
     def replace(self, ranks: Sequence[int]) -> None:
         """Start new processes for ranks that are gone; raise `NoRoomError` if there is no room for them."""
         self._awake -= set(ranks)
+        self._questions = {
+            asked: answer for asked, answer in self._questions.items() if asked[0] not in ranks
+        }
         self._restart(ranks)
         self._gone -= set(ranks)
 
     def _outcomes(self, ranks: Iterable[int], method: str, arguments: tuple[Any, ...]) -> dict[int, Any]:
         waiting = set(ranks)
         for rank in sorted(waiting):
-            self._busy.add(rank)
-            self._submit(rank, method, arguments)
+            self._calls[rank] = self._send(rank, method, arguments)
         stall_s = self._stall_s if method in _STEADY else None
         limit_s = None if stall_s else self._long_limit_s if method in _LONG else self._limit_s
         vigil = Vigil(waiting, self._awake, time.monotonic(), self._silence_s, stall_s, limit_s)
@@ -224,9 +229,35 @@ class WorkerGroup(ABC):
         return results
 
     def _answered(self, rank: int, outcome: Outcome) -> None:
-        self._busy.discard(rank)
+        self._calls.pop(rank, None)
         if isinstance(outcome, WorkerError) and outcome.died:
             self._gone.add(rank)
+
+    def _ask(self, rank: int, question: str, *arguments: Any) -> None:
+        """Call ``pulse`` or ``interrupt`` of a rank at work; skip a pulse while an earlier one is
+        unanswered."""
+        if question != "pulse" or (rank, question) not in self._questions:
+            self._questions[rank, question] = self._send(rank, question, arguments, beside=True)
+
+    def _poll(self, waiting: Collection[int], timeout_s: float) -> Polled:
+        """Wait for an event; return outcomes of calls to the ``waiting`` ranks, and answers to questions."""
+        calls = {self._calls[rank]: rank for rank in waiting}
+        questions = {answer: asked for asked, answer in self._questions.items()}
+        if not (calls or questions):  # the rank that an answer is due from cannot be reached
+            time.sleep(timeout_s)
+        done, _ = wait([*calls, *questions], timeout_s, return_when=FIRST_COMPLETED)
+        outcomes: list[tuple[int, Outcome]] = []
+        for call, rank in calls.items():
+            if call in done:
+                error = call.exception()
+                outcomes.append((rank, (call.result(),) if error is None else self._failure(rank, error)))
+        answers: list[Answer] = []
+        for answer, asked in questions.items():
+            if answer in done:
+                del self._questions[asked]
+                if answer.exception() is None:
+                    answers.append((*asked, answer.result()))
+        return outcomes, answers
 
     def _cause(self, errors: list[WorkerError], waiting: Collection[int]) -> WorkerError:
         """Return the error to report: a rank's death or a user's error if one is found, else the first error.
@@ -255,17 +286,15 @@ class WorkerGroup(ABC):
         """End all ranks and leave no process running."""
 
     @abstractmethod
-    def _submit(self, rank: int, method: str, arguments: tuple[Any, ...]) -> None:
-        """Start a call on a rank, without waiting until the rank accepts it; `_poll` returns its outcome."""
+    def _send(
+        self, rank: int, method: str, arguments: tuple[Any, ...], *, beside: bool = False
+    ) -> "Future[Any]":
+        """Start a call on a rank, without waiting until the rank accepts it. ``beside``: whether the rank
+        answers it while another call runs."""
 
     @abstractmethod
-    def _ask(self, rank: int, question: str, *arguments: Any) -> None:
-        """Call ``pulse`` or ``interrupt`` of a rank at work; skip a pulse while an earlier one is
-        unanswered."""
-
-    @abstractmethod
-    def _poll(self, waiting: Collection[int], timeout_s: float) -> Polled:
-        """Wait for an event; return outcomes of calls to the ``waiting`` ranks, and answers to questions."""
+    def _failure(self, rank: int, error: BaseException) -> WorkerError:
+        """Describe the exception with which a call has ended."""
 
     @abstractmethod
     def _kill(self, rank: int) -> None:

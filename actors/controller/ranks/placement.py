@@ -5,6 +5,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from braid.actors.config import Config
 from braid.actors.config.variables import inherited
 from braid.actors.controller.ranks.group import (
-    Answer,
     NoRoomError,
-    Outcome,
-    Polled,
     StoppedError,
     WorkerError,
     WorkerGroup,
@@ -59,8 +57,8 @@ class Reserved:
         if group is None or not context.should_capture_child_tasks_in_placement_group:
             return None
         first, *others = group.bundle_specs  # Ray Tune places the trial itself in the first bundle
-        own = context.get_assigned_resources()
-        left = {name: value - own.get(name, 0.0) for name, value in first.items()}
+        held = context.get_assigned_resources()
+        left = {name: value - held.get(name, 0.0) for name, value in first.items()}
         return Reserved(group, (left, *others))
 
 
@@ -217,18 +215,18 @@ class ActorCollector:
 
     def __init__(self, actor: Any) -> None:
         self.target = actor
-        self._answer: Any = None
+        self._answer: Future[SpanCounts] | None = None
         self._known = SpanCounts()
 
     def counts(self) -> SpanCounts:
         """Return the actor's answer to an earlier call, without waiting for a new one; a trouble once the
         actor is gone."""
         try:
-            if self._answer is not None and ray.wait([self._answer], timeout=0)[0]:
+            if self._answer is not None and self._answer.done():
                 answer, self._answer = self._answer, None
-                self._known = ray.get(answer)
+                self._known = answer.result()
             if self._answer is None:
-                self._answer = self.target.counts.remote()
+                self._answer = self.target.counts.remote().future()
         except RayError as error:
             return SpanCounts(trouble=f"the collector of spans is gone: {str(error).splitlines()[0]}")
         return self._known
@@ -254,10 +252,6 @@ class ActorGroup(WorkerGroup):
         super().__init__(ranks, config.failure, config.cluster, on_gpus="GPU" in bundle)
         self._group, self._bundle, self._config, self._owned = group, bundle, config, owned
         self._timeout_s = config.cluster.placement_timeout_s
-        self._calls: dict[int, Any] = {}
-        """Calls under way, by rank."""
-        self._questions: dict[Any, tuple[int, str]] = {}
-        """Questions without an answer yet: the rank and the question's name, by the reference of the call."""
         self._bundle_of = list(places)
         """Each rank's bundle index in the placement group."""
         self._actors = [self._start(rank) for rank in range(ranks)]
@@ -270,13 +264,13 @@ class ActorGroup(WorkerGroup):
             raise
 
     def _start(self, rank: int) -> Any:
-        place = PlacementGroupSchedulingStrategy(
+        bundle = PlacementGroupSchedulingStrategy(
             placement_group=self._group, placement_group_bundle_index=self._bundle_of[rank]
         )
         options = {
             "num_cpus": self._bundle["CPU"],
             "num_gpus": self._bundle.get("GPU", 0.0),
-            "scheduling_strategy": place,
+            "scheduling_strategy": bundle,
             "runtime_env": {"env_vars": rank_environment(self._config, {})},
         }
         return start_stage(rank, options, inherited(self._config.cluster.env, os.environ))
@@ -285,10 +279,10 @@ class ActorGroup(WorkerGroup):
         """Number ranks that have just been started."""
         self._find_nodes()
         order = numbered(self._nodes, ranks)
-        for own in (self._actors, self._bundle_of, self._nodes):
-            values: list[Any] = [own[rank] for rank in order]
+        for by_rank in (self._actors, self._bundle_of, self._nodes):
+            values: list[Any] = [by_rank[rank] for rank in order]
             for rank, value in zip(ranks, values, strict=True):
-                own[rank] = value
+                by_rank[rank] = value
         for rank in ranks:  # its other calls come after this one
             self._actors[rank].number_as.remote(rank)
         self.addresses = [str(node["address"]) for node in self._nodes]
@@ -322,44 +316,23 @@ class ActorGroup(WorkerGroup):
     def node_ids(self) -> list[str]:
         return [str(node["node"]) for node in self._nodes]
 
-    def _submit(self, rank: int, method: str, arguments: tuple[Any, ...]) -> None:
-        self._calls[rank] = getattr(self._actors[rank], method).remote(*arguments)
+    def _send(
+        self, rank: int, method: str, arguments: tuple[Any, ...], *, beside: bool = False
+    ) -> "Future[Any]":
+        call = getattr(self._actors[rank], method)
+        call = call.options(concurrency_group=BESIDE) if beside else call
+        answer: Future[Any] = call.remote(*arguments).future()
+        return answer
 
-    def _ask(self, rank: int, question: str, *arguments: Any) -> None:
-        if question != "pulse" or (rank, question) not in self._questions.values():
-            call = getattr(self._actors[rank], question).options(concurrency_group=BESIDE)
-            self._questions[call.remote(*arguments)] = rank, question
-
-    def _poll(self, waiting: Collection[int], timeout_s: float) -> Polled:
-        calls = {self._calls[rank]: rank for rank in waiting}
-        everything = [*calls, *self._questions]
-        if not everything:  # the rank that a question is due from cannot be reached
-            time.sleep(timeout_s)
-            return [], []
-        ray.wait(everything, num_returns=1, timeout=timeout_s)
-        ready, _ = ray.wait(everything, num_returns=len(everything), timeout=0)
-        outcomes: list[tuple[int, Outcome]] = []
-        answers: list[Answer] = []
-        for reference in ready:
-            if reference in self._questions:
-                with contextlib.suppress(RayError):
-                    answers.append((*self._questions.pop(reference), ray.get(reference)))
-                continue
-            rank = calls[reference]
-            try:
-                outcomes.append((rank, (ray.get(reference),)))
-            except RayTaskError as error:
-                outcomes.append((rank, raised(rank, error.cause, trace=str(error))))
-            except RayError as error:  # the actor died, or its node cannot be reached
-                text = f"its actor died: {str(error).splitlines()[0]}"
-                outcomes.append((rank, WorkerError(rank, text, died=True)))
-        return outcomes, answers
+    def _failure(self, rank: int, error: BaseException) -> WorkerError:
+        if isinstance(error, RayTaskError):
+            return raised(rank, error.cause, trace=str(error))
+        return WorkerError(rank, f"its actor died: {str(error).splitlines()[0]}", died=True)
 
     def describe(self) -> dict[str, Any]:
         return {"launcher": "ray", "ray": ray.__version__, "ranks": self._nodes}
 
     def _kill(self, rank: int) -> None:
-        self._questions = {call: asked for call, asked in self._questions.items() if asked[0] != rank}
         ray.kill(self._actors[rank])
 
     def _restart(self, ranks: Sequence[int]) -> None:
@@ -372,7 +345,9 @@ class ActorGroup(WorkerGroup):
 
     def shutdown(self) -> None:
         """Ask every actor to leave its groups, then end it and release its place."""
-        reachable = [actor for rank, actor in enumerate(self._actors) if rank not in self._busy | self._gone]
+        reachable = [
+            actor for rank, actor in enumerate(self._actors) if rank not in self._calls.keys() | self._gone
+        ]
         leaving = [actor.close.remote() for actor in reachable]
         if leaving:
             with contextlib.suppress(RayError):

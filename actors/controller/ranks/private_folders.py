@@ -34,8 +34,7 @@ def private_folder(room: int) -> Iterator[Path]:
     ``room``: most bytes that paths of sockets in it add to the folder's own path. Raise `ConfigError` if no
     place suits.
     """
-    chosen = [os.environ[name] for name in ("TMPDIR", "XDG_RUNTIME_DIR") if os.environ.get(name)]
-    in_order = (*chosen[:1], *_OTHERS, *chosen[1:])  # the user's choice first
+    in_order = (os.environ.get("TMPDIR") or _OTHERS[0], *_OTHERS)
     places = list(dict.fromkeys(Path(place).absolute() for place in in_order))
     for place in places:
         _remove_orphans(place)

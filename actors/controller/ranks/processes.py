@@ -1,42 +1,34 @@
 """Runs ranks as plain processes of this machine, without Ray; also the baseline for the overhead of Ray."""
 
 import contextlib
-import ctypes
 import multiprocessing
-import multiprocessing.connection
 import os
 import queue
 import signal
 import socket
 import threading
 import traceback
-from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from braid.actors.config import Config, ConfigError
 from braid.actors.config.variables import inherited
 from braid.actors.controller.ranks.cpus import usable_cpus
-from braid.actors.controller.ranks.group import (
-    Answer,
-    Collector,
-    Outcome,
-    Polled,
-    WorkerError,
-    WorkerGroup,
-    never,
-    raised,
-)
-from braid.actors.controller.ranks.parent import HELD, die_with, signals_held
+from braid.actors.controller.ranks.failures import GuardError
+from braid.actors.controller.ranks.group import WorkerError, WorkerGroup, never, raised
+from braid.actors.controller.ranks.parent import HELD, die_with, enter_namespace, signals_held
 from braid.actors.controller.ranks.private_folders import shorten_multiprocessing
 from braid.actors.controller.ranks.rank_environment import gpus_here, rank_environment
-from braid.actors.controller.records.span_files import SpanFiles, socket_collector
+from braid.actors.controller.records.span_files import SpanFiles
+from braid.actors.stage.measure.span_stream import ConnectionSink
 
 LOOPBACK = "127.0.0.1"
 PRELOADED = ["braid.actors.stage.rank.worker", "torch._dynamo"]
@@ -44,9 +36,14 @@ PRELOADED = ["braid.actors.stage.rank.worker", "torch._dynamo"]
 """
 _CONNECT_SECONDS = 5.0
 _EXIT_SECONDS = 5.0
+_GUEST_EXIT_SECONDS = 60.0
+"""Long, as torchrun takes a killed rank for a failure of the run."""
+_GUEST_ENDED = (
+    "its process has ended, and with it the run; `torchrun --max-restarts` starts all processes again, and "
+    "`braid train --resume-if-begun` goes on from the newest checkpoint"
+)
 _EXIT_CODE_SECONDS = 0.3
 """Seconds to wait for the exit code of a process whose pipe has closed; the code is only for a message."""
-_CLONE_NEWNET = 0x40000000
 
 
 @dataclass(frozen=True)
@@ -103,6 +100,7 @@ class ProcessLauncher:
     ) -> None:
         """``serve``: makes the object that each process serves, by default a `Worker`."""
         self._config, self._places, self._serve = config, places, serve or _worker
+        self._spans: SpanFiles | None = None
 
     def check(self, ranks: int) -> None:
         """Raise `ConfigError` if the ranks need more CPUs or GPUs than this machine has, or have no
@@ -111,8 +109,12 @@ class ProcessLauncher:
             check_loopback()
         check_room(self._config, ranks)
 
-    def collector(self, files: Path, bytes_per_rank: int) -> AbstractContextManager[Collector]:
-        return socket_collector(SpanFiles(files, bytes_per_rank))
+    @contextlib.contextmanager
+    def collector(self, files: Path, bytes_per_rank: int) -> Iterator[SpanFiles]:
+        with contextlib.closing(SpanFiles(files, bytes_per_rank)) as spans:
+            self._spans = spans
+            yield spans
+        self._spans = None
 
     def capacity(self, group: WorkerGroup | None, avoid: Sequence[str] = ()) -> tuple[int, bool]:
         return int(usable_cpus() / self._config.cluster.cpus_per_rank), False
@@ -122,7 +124,7 @@ class ProcessLauncher:
     ) -> WorkerGroup:
         """Start the processes without waiting for them; ``avoid`` is ignored, as there is one machine."""
         self.check(ranks)
-        return ProcessGroup(self._placed(ranks), self._config, self._serve)
+        return ProcessGroup(self._placed(ranks), self._config, self._serve, self._spans)
 
     def _placed(self, ranks: int) -> Sequence[ProcessPlace]:
         alone = self._config.cluster.emulated_link_mbit is not None  # each rank is a host of its own
@@ -150,34 +152,40 @@ def separate_places(ranks: int) -> list[ProcessPlace]:
 
 
 class ProcessGroup(WorkerGroup):
-    """One child process per rank, connected by two private pipes: for calls, and for its pulse.
+    """One process per rank, connected by three private pipes: for calls, for its pulse, for spans.
 
     A fork server that has imported what a rank needs starts them, so that a lost rank is replaced at once.
+    Guests are ranks in processes that torchrun has started, and only torchrun can replace.
     """
 
-    def __init__(self, places: Sequence[ProcessPlace], config: Config, serve: "Serve") -> None:
+    def __init__(
+        self,
+        places: Sequence[ProcessPlace],
+        config: Config,
+        serve: "Serve",
+        spans: SpanFiles | None = None,
+        guests: "Mapping[int, Guest] | None" = None,
+    ) -> None:
+        """``spans``: files into which the ranks' spans are written; None if ranks stream none."""
         gpus = gpus_here(os.environ) > 0 and config.cluster.device != "cpu"
         super().__init__(len(places), config.failure, config.cluster, on_gpus=gpus)
         self.addresses = [place.address for place in places]
         self.hosts = [place.host for place in places]
-        self._places, self._serve = places, serve
+        self._places, self._serve, self._spans, self._guests = places, serve, spans, guests or {}
         secret = inherited(config.cluster.env, os.environ)
         self._environment = {**os.environ, **rank_environment(config, os.environ), **secret}
-        self._asked: dict[int, deque[str]] = {}
-        """Questions that each rank has not answered yet, the oldest first."""
-        self._owed = [0] * len(places)
-        """Unanswered calls of each rank; more than one after a call that another rank's error ended."""
         self._children = [self._start(rank) for rank in range(len(places))]
 
     def _start(self, rank: int) -> "Child":
-        """Start the process of a rank."""
+        if (guest := self._guests.get(rank)) is not None:
+            return self._child(guest, guest.calls, guest.pulse, guest.spans)
         shorten_multiprocessing()
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
-        (calls, theirs), (pulse, their_pulse) = context.Pipe(), context.Pipe()
+        ours, theirs = zip(context.Pipe(), context.Pipe(), context.Pipe(duplex=False), strict=True)
         process = context.Process(
             target=_run,
-            args=(self._serve, rank, self._places[rank], theirs, their_pulse, self._environment),
+            args=(self._serve, rank, self._places[rank], *theirs, self._environment),
             name=f"braid rank {rank}",
             daemon=True,
         )
@@ -185,46 +193,31 @@ class ProcessGroup(WorkerGroup):
             resource_tracker.ensure_running()  # unblocks signals in this thread at its end
         with signals_held():
             process.start()
-        theirs.close()
-        their_pulse.close()
-        return Child(process, PipeEnd(calls), PipeEnd(pulse))
+        for connection in theirs:
+            connection.close()
+        return self._child(process, *ours)
 
-    def _submit(self, rank: int, method: str, arguments: tuple[Any, ...]) -> None:
-        self._owed[rank] += 1
-        self._children[rank].calls.send((method, arguments))
+    def _child(
+        self, process: "BaseProcess | Guest", calls: Connection, pulse: Connection, spans: Connection
+    ) -> "Child":
+        if self._spans is not None:
+            self._spans.receive(spans)
+        else:
+            spans.close()
+        return Child(process, Line(calls), Line(pulse))
 
-    def _ask(self, rank: int, question: str, *arguments: Any) -> None:
-        if question != "pulse" or rank not in self._asked:
-            self._children[rank].pulse.send((question, arguments))
-            self._asked.setdefault(rank, deque()).append(question)
+    def _send(
+        self, rank: int, method: str, arguments: tuple[Any, ...], *, beside: bool = False
+    ) -> "Future[Any]":
+        child = self._children[rank]
+        return (child.pulse if beside else child.calls).ask(method, arguments)
 
-    def _poll(self, waiting: Collection[int], timeout_s: float) -> Polled:
-        calls = {self._children[rank].calls.connection: rank for rank in waiting}
-        pulses = {self._children[rank].pulse.connection: rank for rank in self._asked}
-        ready = set(multiprocessing.connection.wait([*calls, *pulses], timeout_s))
-        answers: list[Answer] = []
-        for connection, rank in pulses.items():
-            if connection in ready:
-                try:
-                    answers.append((rank, self._asked[rank].popleft(), connection.recv()))
-                except (EOFError, OSError):  # its process ends, as its other pipe will tell
-                    self._asked[rank].clear()
-                if not self._asked[rank]:
-                    del self._asked[rank]
-        outcomes: list[tuple[int, Outcome]] = []
-        for connection, rank in calls.items():
-            if connection in ready:
-                self._owed[rank] -= 1
-                try:
-                    outcome: Outcome = connection.recv()
-                except (EOFError, OSError):
-                    outcomes.append((rank, self._ended(rank)))
-                    continue
-                if not self._owed[rank]:
-                    outcomes.append((rank, outcome))  # else it answers a call that nobody waits for
-        return outcomes, answers
+    def _failure(self, rank: int, error: BaseException) -> WorkerError:
+        return error if isinstance(error, WorkerError) else self._ended(rank)
 
     def _ended(self, rank: int) -> WorkerError:
+        if rank in self._guests:
+            return GuardError(rank, _GUEST_ENDED, died=True)
         process = self._children[rank].process
         process.join(_EXIT_CODE_SECONDS)
         code = process.exitcode
@@ -232,13 +225,12 @@ class ProcessGroup(WorkerGroup):
         return WorkerError(rank, text, died=True)
 
     def _kill(self, rank: int) -> None:
-        self._asked.pop(rank, None)  # the rank answers no more, and its pipe is closed
         self._children[rank].kill()
 
     def _restart(self, ranks: Sequence[int]) -> None:
         for rank in ranks:
-            self._asked.pop(rank, None)
-            self._owed[rank] = 0
+            if rank in self._guests:
+                raise self._ended(rank)
             self._children[rank] = self._start(rank)
 
     def describe(self) -> dict[str, Any]:
@@ -251,63 +243,86 @@ class ProcessGroup(WorkerGroup):
     def shutdown(self) -> None:
         """Ask every rank to end, then kill ranks that do not end; kill a rank that is at work without
         asking."""
-        for rank, child in enumerate(self._children):
-            if rank in self._busy:
-                child.process.kill()
-            child.calls.send(("close", ()))
+        for rank in self._calls:
+            self._children[rank].process.kill()
+        leave_s = _GUEST_EXIT_SECONDS if self._guests else _EXIT_SECONDS
+        wait([child.calls.ask("close", ()) for child in self._children], leave_s)
         for child in self._children:
             child.process.join(_EXIT_SECONDS)
             child.kill()
 
 
-class PipeEnd:
-    """This process's end of a pipe. A separate thread sends, because a send to a stopped process whose pipe
-    is full would block for ever."""
+class Line:
+    """A connection to a rank, over which one call after the other is answered. A thread sends and receives,
+    because a send to a stopped process whose pipe is full would block for ever."""
 
     def __init__(self, connection: Connection) -> None:
-        self.connection = connection
-        self._unsent: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="sending", daemon=True)
-        self._thread.start()
+        self._connection = connection
+        self._unsent: queue.SimpleQueue[tuple[Any, Future[Any]] | None] = queue.SimpleQueue()
+        self._open = True
+        threading.Thread(target=self._run, name="line", daemon=True).start()
 
-    def send(self, content: Any) -> None:
-        """Send once the other side accepts it; whoever reads from the pipe notices if it is closed."""
-        self._unsent.put(ForkingPickler.dumps(content))
+    def ask(self, method: str, arguments: tuple[Any, ...]) -> "Future[Any]":
+        """Return the future answer. Its exception is the rank's `WorkerError`, or an `OSError` or `EOFError`
+        if the rank's process has ended."""
+        answer: Future[Any] = Future()
+        if self._open:
+            self._unsent.put((ForkingPickler.dumps((method, arguments)), answer))
+        else:
+            answer.set_exception(EOFError())
+        return answer
 
     def _run(self) -> None:
-        while (content := self._unsent.get()) is not None:
-            try:
-                self.connection.send_bytes(content)
-            except (OSError, ValueError):  # the other side is gone
-                return
+        with self._connection:
+            while (call := self._unsent.get()) is not None:
+                content, answer = call
+                try:
+                    self._connection.send_bytes(content)
+                    outcome = self._connection.recv()
+                except Exception as error:
+                    answer.set_exception(error)
+                    continue
+                if isinstance(outcome, WorkerError):
+                    answer.set_exception(outcome)
+                else:
+                    answer.set_result(outcome[0])
 
     def close(self) -> None:
+        """Close the connection once the last call is answered, or the rank's process has ended."""
+        self._open = False
         self._unsent.put(None)
-        self._thread.join(_EXIT_SECONDS)
-        self.connection.close()
 
 
-class RankProcess(Protocol):
-    """What the controller knows of a rank's process; `BaseProcess` documents it."""
+@dataclass(frozen=True)
+class Guest:
+    """The process of a rank that somebody else has started, and the controller's ends of its connections."""
 
-    @property
-    def pid(self) -> int | None: ...
+    address: str
+    pid: int
+    calls: Connection
+    pulse: Connection
+    spans: Connection
+    exitcode: int | None = None
 
-    @property
-    def exitcode(self) -> int | None: ...
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until a rank that has answered its last call closes its connections."""
+        with contextlib.suppress(OSError):
+            self.calls.poll(timeout)
 
-    def join(self, timeout: float | None = None) -> None: ...
-
-    def kill(self) -> None: ...
+    def kill(self) -> None:
+        """Let the process end: a rank whose connections close in the middle of its work exits."""
+        for connection in (self.calls, self.pulse, self.spans):
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
+                end.shutdown(socket.SHUT_RDWR)
 
 
 @dataclass(frozen=True)
 class Child:
     """A rank's process and the controller's ends of its pipes."""
 
-    process: RankProcess
-    calls: PipeEnd
-    pulse: PipeEnd
+    process: BaseProcess | Guest
+    calls: Line
+    pulse: Line
 
     def kill(self) -> None:
         """End the process, if it lives, and close the pipes. Do not wait long for a process that the kernel
@@ -334,6 +349,7 @@ def _run(
     place: ProcessPlace,
     calls: Connection,
     pulse: Connection,
+    spans: Connection,
     environment: Mapping[str, str],
 ) -> None:
     """Run a rank's process: calls in its main loop, questions in a thread."""
@@ -349,6 +365,7 @@ def _run(
     served: list[Any] = []
     threading.Thread(target=answer, args=(pulse, served), name="pulse", daemon=True).start()
     served.append(serve(rank, place.address))
+    served[0].spans = ConnectionSink(spans)
     obey(served[0], rank, calls)
 
 
@@ -378,14 +395,4 @@ def answer(pulse: Connection, served: list[Any]) -> None:
                     answer = method(*arguments)
             except Exception:  # an error must not end the thread that shows that a rank lives
                 traceback.print_exc()
-            pulse.send(answer)
-
-
-def enter_namespace(namespace: str | int) -> None:
-    """Move this thread, and what it starts, into a network namespace by name or open file (Linux, root)."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    handle = namespace if isinstance(namespace, int) else os.open(f"/run/netns/{namespace}", os.O_RDONLY)
-    failed = libc.setns(handle, _CLONE_NEWNET)
-    os.close(handle)
-    if failed:
-        raise OSError(ctypes.get_errno(), f"cannot enter network namespace {namespace}")
+            pulse.send((answer,))

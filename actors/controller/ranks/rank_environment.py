@@ -71,4 +71,4 @@ def gpus_here(environment: Mapping[str, str], driver: Path = _DRIVER) -> int:
     """Count NVIDIA GPUs of this machine that processes may see, without loading torch."""
     there = len(list(driver.iterdir())) if driver.is_dir() else 0
     chosen = environment.get("CUDA_VISIBLE_DEVICES")
-    return there if chosen is None else min(there, len([one for one in chosen.split(",") if one.strip()]))
+    return there if chosen is None else min(there, len([gpu for gpu in chosen.split(",") if gpu.strip()]))

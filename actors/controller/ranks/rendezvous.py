@@ -10,37 +10,35 @@ command.
 import contextlib
 import json
 import os
+import secrets
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from braid.actors.config import Config, ConfigError
 from braid.actors.config.joined import JoinedProcess
 from braid.actors.config.variables import inherited
-from braid.actors.controller.ranks.door import Door, Guest, Plate
 from braid.actors.controller.ranks.failures import GuardError
-from braid.actors.controller.ranks.group import Collector, WorkerError, WorkerGroup, never
+from braid.actors.controller.ranks.group import StoppedError, WorkerGroup, never
 from braid.actors.controller.ranks.parent import HELD, die_with
 from braid.actors.controller.ranks.processes import (
-    Child,
-    PipeEnd,
+    Guest,
     ProcessGroup,
     ProcessLauncher,
     ProcessPlace,
-    Serve,
     answer,
     check_room,
     obey,
 )
 from braid.actors.controller.ranks.rank_environment import rank_environment
-from braid.actors.controller.records.span_files import SpanFiles, socket_collector
+from braid.actors.stage.measure.span_stream import ConnectionSink
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -58,9 +56,9 @@ def store() -> "Store":
     """Connect to torchrun's store, or host it, if this is rank 0 and the launcher has none."""
     from torch.distributed import PrefixStore, rendezvous
 
-    found, *_ = next(rendezvous("env://", timeout=_WAIT))
+    common, *_ = next(rendezvous("env://", timeout=_WAIT))
     attempt = [os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT")]
-    return PrefixStore("/".join(["braid", *attempt]), found)
+    return PrefixStore("/".join(["braid", *attempt]), common)
 
 
 def own_address(process: JoinedProcess) -> str:
@@ -101,6 +99,89 @@ def launcher_here(config: Config, places: Sequence[ProcessPlace] | None = None) 
     """Return the launcher of plain processes: it joins torchrun's, or, without torchrun, starts its own."""
     process = JoinedProcess.of(os.environ) if places is None else None
     return ProcessLauncher(config, places) if process is None else JoinedLauncher(config, process)
+
+
+KINDS: Final = ("calls", "pulse", "spans")
+"""The connections that a rank makes."""
+
+
+class Plate(NamedTuple):
+    """Where a door is, and the token that opens it."""
+
+    address: str
+    port: int
+    token: str
+
+    def knock(self, kind: str, rank: int, own_address: str) -> Connection:
+        """Connect, show the token, see that the other side has it too, and tell who comes for what."""
+        connection = Client((self.address, self.port), authkey=self.token.encode())
+        connection.send((kind, rank, own_address, os.getpid()))
+        return connection
+
+
+class Door:
+    """Lets in processes that show the token, and nobody else; what others send is never unpickled."""
+
+    def __init__(self, address: str) -> None:
+        self._listener = Listener((address, 0), backlog=1024)
+        self.plate = Plate(*cast("tuple[str, int]", self._listener.address), secrets.token_hex(32))
+        self._arrived: dict[tuple[str, int], tuple[Connection, str, int]] = {}
+        self._changed = threading.Condition()
+        self._open = True
+        threading.Thread(target=self._listen, name="door", daemon=True).start()
+
+    def __enter__(self) -> "Door":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open = False
+        with contextlib.suppress(OSError):
+            Client(self.plate[:2]).close()  # wakes the thread that listens
+        for connection, *_ in self._arrived.values():
+            connection.close()
+
+    def _listen(self) -> None:
+        with self._listener:
+            while True:
+                try:
+                    connection = self._listener.accept()
+                except OSError:  # whoever came has left already, or too many files are open
+                    time.sleep(0.1)
+                    continue
+                if not self._open:
+                    connection.close()
+                    return
+                threading.Thread(target=self._greet, args=(connection,), name="guest", daemon=True).start()
+
+    def _greet(self, connection: Connection) -> None:
+        """Exchange proofs of the token, in both directions; then take what the process has come for."""
+        token = self.plate.token.encode()
+        try:
+            deliver_challenge(connection, token)
+            answer_challenge(connection, token)
+        except (OSError, EOFError, AuthenticationError):
+            connection.close()
+            return
+        with contextlib.suppress(OSError, EOFError, ValueError):
+            kind, rank, address, pid = connection.recv()
+            with self._changed:
+                self._arrived[kind, rank] = connection, address, pid
+                self._changed.notify_all()
+
+    def take(self, rank: int, limit_s: float, stopped: Callable[[], bool] = never) -> Guest:
+        """Wait for a rank's process. Raise `StoppedError`, or an error that ends the run if it does not come
+        within ``limit_s`` seconds."""
+        keys, deadline = [(kind, rank) for kind in KINDS], time.monotonic() + limit_s
+        with self._changed:
+            while not all(key in self._arrived for key in keys):
+                if stopped():
+                    raise StoppedError
+                if time.monotonic() > deadline:
+                    text = f"its process has not come within {limit_s:g} s (cluster.group_timeout_s)"
+                    raise GuardError(rank, text)
+                self._changed.wait(0.1)
+            (calls, address, pid), (pulse, *_), (spans, *_) = (self._arrived.pop(key) for key in keys)
+        return Guest(address, pid, calls, pulse, spans)
 
 
 # -- the process of rank 0 -----------------------------------------------------------------------------------
@@ -154,53 +235,16 @@ class JoinedLauncher(ProcessLauncher):
         assert self._door is not None, "ranks start within the block of `gathered`"
         limit_s = self._config.cluster.group_timeout_s
         guests = {rank: self._door.take(rank, limit_s, stopped) for rank in range(1, ranks)}
-        own = own_address(self._process)
-        addresses = [own, *(guest.address for guest in guests.values())]
+        addresses = [own_address(self._process), *(guest.address for guest in guests.values())]
         alone = self._config.cluster.emulated_link_mbit is not None
         places = [
             ProcessPlace(address, machine=f"emulated host {rank}" if alone else None)
             for rank, address in enumerate(addresses)
         ]
-        return JoinedGroup(places, self._config, self._serve, guests)
-
-    @contextlib.contextmanager
-    def collector(self, files: Path, bytes_per_rank: int) -> Iterator[Collector]:
-        assert self._door is not None
-        spans = SpanFiles(files, bytes_per_rank)
-        with socket_collector(spans), self._door.collecting(spans):  # of rank 0, and of the others
-            yield spans
-
-
-class JoinedGroup(ProcessGroup):
-    """Ranks of which all but the first are processes that torchrun has started."""
-
-    def __init__(
-        self, places: Sequence[ProcessPlace], config: Config, serve: Serve, guests: Mapping[int, "Guest"]
-    ) -> None:
-        self._guests = guests
-        super().__init__(places, config, serve)
-        for rank in guests:
-            self._children[rank].calls.send(config)
-
-    def _start(self, rank: int) -> Child:
-        if (guest := self._guests.get(rank)) is None:
-            return super()._start(rank)
-        return Child(guest, PipeEnd(guest.calls), PipeEnd(guest.pulse))
-
-    def _restart(self, ranks: Sequence[int]) -> None:
-        for rank in self._guests.keys() & set(ranks):
-            raise self._ended(rank)
-        super()._restart(ranks)
-
-    def _ended(self, rank: int) -> WorkerError:
-        """Only torchrun can start another process in place of one that has ended, and starts all again."""
-        if rank not in self._guests:
-            return super()._ended(rank)
-        text = (
-            "its process has ended, and with it the run; `torchrun --max-restarts` starts all processes "
-            "again, and `braid train --resume-if-begun` goes on from the newest checkpoint"
-        )
-        return GuardError(rank, text, died=True)
+        for guest in guests.values():
+            with contextlib.suppress(OSError):  # its first call tells that it has ended
+                guest.calls.send(self._config)
+        return ProcessGroup(places, self._config, self._serve, self._spans, guests)
 
 
 # -- the processes of the other ranks ------------------------------------------------------------------------
@@ -238,11 +282,11 @@ def _ignore_signals() -> None:
 
 def _served(process: JoinedProcess, plate: Plate) -> bool:
     """Be a rank of the next group of ranks (of a profile, of the run); return False if no other will come."""
-    from braid.actors.stage.rank.worker import JoinedWorker
+    from braid.actors.stage.rank.worker import Worker
 
     address = own_address(process)
     try:
-        calls, pulse = (plate.knock(kind, process.rank, address) for kind in ("calls", "pulse"))
+        calls, pulse, spans = (plate.knock(kind, process.rank, address) for kind in KINDS)
         config = calls.recv()
     except (OSError, EOFError):  # the door is closed
         return False
@@ -256,9 +300,10 @@ def _served(process: JoinedProcess, plate: Plate) -> bool:
             os._exit(1)
 
     threading.Thread(target=watch, name="pulse", daemon=True).start()
-    served.append(JoinedWorker(process.rank, address, partial(plate.knock, "spans", process.rank, address)))
+    served.append(Worker(process.rank, address))
+    served[0].spans = ConnectionSink(spans)
     obey(served[0], process.rank, calls)
     over.set()
-    calls.close()
-    pulse.close()
+    for connection in (calls, pulse, spans):
+        connection.close()
     return True

@@ -1,20 +1,20 @@
 """Writes the spans that ranks stream into the run directory, within a limit of bytes per rank."""
 
 import contextlib
-import socketserver
 import threading
+import time
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO
 
-from braid.actors.controller.ranks.private_folders import private_folder
 from braid.scheduling.trace.batches import SUFFIX, Batch, decode, head
 
 FILES = 4
 """Number of files per rank, which share the limit."""
-_READ = 1 << 18
+_LAST_SECONDS = 5.0
+"""Seconds to wait at the end of a run for spans under way."""
 
 
 @dataclass
@@ -50,8 +50,8 @@ class SpanFiles:
     Each file can be read alone. A failed write ends nothing: it is counted and reported.
     """
 
-    target = ""
-    """Path of a Unix socket that accepts spans for these files, within `socket_collector`."""
+    target = None
+    """Ranks that are processes send over a connection that they have from their start (`receive`)."""
 
     def __init__(self, directory: Path, bytes_per_rank: int) -> None:
         self._directory = directory
@@ -59,6 +59,22 @@ class SpanFiles:
         self._ranks: dict[int, _RankFile] = defaultdict(_RankFile)
         self._counts = SpanCounts()
         self._lock = threading.Lock()
+        self._streams: dict[Connection, bool] = {}
+        """Whether more is expected of a rank, by its connection."""
+
+    def receive(self, connection: Connection) -> None:
+        """Write what a rank sends, in a thread, until the rank closes the connection or sends anything but
+        batches. An empty message ends a stream."""
+
+        def read() -> None:
+            with connection, contextlib.suppress(EOFError, OSError, ValueError):
+                while True:
+                    data = connection.recv_bytes()
+                    self._streams[connection] = bool(data)
+                    self.take(data)
+            self._streams.pop(connection, None)
+
+        threading.Thread(target=read, name="spans", daemon=True).start()
 
     def take(self, data: bytes) -> int:
         """Write the complete batches among some bytes; return their number of bytes. Raise `ValueError` for
@@ -74,6 +90,10 @@ class SpanFiles:
         return self._counts
 
     def close(self) -> None:
+        """Close the files, after the last spans of streams that have begun."""
+        deadline = time.monotonic() + _LAST_SECONDS
+        while any([*self._streams.values()]) and time.monotonic() < deadline:
+            time.sleep(0.01)
         with self._lock:
             for rank in self._ranks.values():
                 rank.close()
@@ -108,58 +128,3 @@ class SpanFiles:
         rank.size = rank.file.write(head())
         for number in sorted(files)[:-FILES]:
             files[number].unlink(missing_ok=True)
-
-
-_SOCKET = "/spans"
-_QUIET_SECONDS = 0.1
-"""Seconds without data after which, at the end of a run, nothing more is expected from a rank."""
-
-
-class _Connection(socketserver.BaseRequestHandler):
-    """Reads what a rank sends; disconnects a rank that sends anything but batches."""
-
-    server: "_Connections"
-
-    def handle(self) -> None:
-        self.request.settimeout(_QUIET_SECONDS)
-        unread = b""
-        with contextlib.suppress(OSError, ValueError):
-            while True:
-                try:
-                    data = self.request.recv(_READ)
-                except TimeoutError:
-                    if self.server.ending:
-                        return
-                    continue
-                if not data:
-                    return
-                unread += data
-                unread = unread[self.server.files.take(unread) :]
-
-
-class _Connections(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
-    request_queue_size = 128
-    ending = False
-
-    def __init__(self, files: SpanFiles) -> None:
-        self.files = files
-        super().__init__(files.target, _Connection)
-
-
-@contextlib.contextmanager
-def socket_collector(files: SpanFiles) -> Iterator[SpanFiles]:
-    """Collect spans from ranks of this machine for the length of the block; afterwards all spans that arrived
-    are in the files."""
-    with private_folder(room=len(_SOCKET)) as folder:
-        files.target = f"{folder}{_SOCKET}"
-        server = _Connections(files)
-        thread = threading.Thread(target=server.serve_forever, args=(_QUIET_SECONDS,), name="span collector")
-        thread.start()
-        try:
-            yield files
-        finally:
-            server.shutdown()
-            server.ending = True
-            server.server_close()  # waits until all connections have been read
-            thread.join()
-            files.close()

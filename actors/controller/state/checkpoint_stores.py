@@ -75,23 +75,18 @@ class Found:
 class Homes:
     """All places with checkpoints from which a run can resume."""
 
-    def __init__(
-        self, store: CheckpointStore, mirror: Mirror | None, run: str, *, unmarked: bool = True
-    ) -> None:
-        """``run``: the mark that this run's checkpoints have. ``unmarked``: whether checkpoints without a
-        mark, which older versions wrote, count as this run's; False if the folder's former run is being
-        replaced."""
+    def __init__(self, store: CheckpointStore, mirror: Mirror | None, run: str) -> None:
+        """``run``: the mark that this run's checkpoints have."""
         self.store, self.mirror, self.run = store, mirror, run
-        self._own = (run, "") if unmarked else (run,)
 
     @classmethod
-    def of(cls, config: Config, run: RunIdentity, *, resume: bool = True) -> "Homes":
+    def of(cls, config: Config, run: RunIdentity) -> "Homes":
         """Build the homes that a configuration names; raise `ConfigError` if the mirror's URL has no file
         system."""
         url = config.checkpoint.mirror
         mirror = Mirror(url, run) if url is not None else None
         store = CheckpointStore(config.run_directory / "checkpoints")
-        return cls(store, mirror, run.mark, unmarked=resume)
+        return cls(store, mirror, run.mark)
 
     @property
     def stores(self) -> tuple[CheckpointStore, ...]:
@@ -107,7 +102,7 @@ class Homes:
         for store in self.stores:
             with contextlib.suppress(OSError):
                 theirs = store is not self.store  # the mirror's folder is this run's alone
-                steps |= {step for step in store.steps() if theirs or store.run_of(step) in self._own}
+                steps |= {step for step in store.steps() if theirs or store.run_of(step) == self.run}
         return sorted(steps)
 
     def begun(self) -> bool:
@@ -116,7 +111,7 @@ class Homes:
 
     def _here(self) -> list[int]:
         """Return the steps in the run's own directory whose checkpoints are not known to be another run's."""
-        return [step for step in self.store.steps() if self.store.run_of(step) in (*self._own, None)]
+        return [step for step in self.store.steps() if self.store.run_of(step) in (self.run, None)]
 
     def newest_of(self, shape: ModelShape, verify: Verify | None = None) -> Found:
         """Return the newest good checkpoint; raise `CheckpointError` if there is none, or it is of another
@@ -124,19 +119,19 @@ class Homes:
 
         Without ``verify``, only manifests and file sizes are checked, and nothing is fetched.
         """
-        found = self.newest_good(verify)
+        newest = self.newest_good(verify)
         # Fields that older checkpoints lack have their defaults.
         usual = {entry.name: entry.default for entry in fields(shape) if entry.default is not MISSING}
         of_training = {name: getattr(shape, name) for name in OF_TRAINING}
-        ours, theirs = to_mapping(shape), {**usual, **found.manifest.shape, **of_training}
+        ours, theirs = to_mapping(shape), {**usual, **newest.manifest.shape, **of_training}
         if theirs != ours:
             odd = next(key for key in ours if theirs.get(key) != ours[key])
             which = " (data.tokenizer decides it)" if odd == "vocabulary" else ""
             raise CheckpointError(
-                f"checkpoint {found.path} is of a model with {odd}={theirs.get(odd)}, the configuration says "
-                f"model.{odd}={ours[odd]}{which}; set it as it was, or begin a run of another name"
+                f"checkpoint {newest.path} is of a model with {odd}={theirs.get(odd)}, the configuration "
+                f"says model.{odd}={ours[odd]}{which}; set it as it was, or begin a run of another name"
             )
-        return found
+        return newest
 
     def newest_good(self, verify: Verify | None = None) -> Found:
         """Return the newest undamaged checkpoint, with notes about damaged newer ones.
@@ -207,14 +202,10 @@ def _checked(path: Path, verify: Verify | None) -> Manifest:
 def begun_mark(config: Config) -> str:
     """Return the mark of the run that a configuration names, wherever it is stored; empty if it is nowhere.
 
-    The run's directory and its checkpoints hold the mark; if they are lost, the mirror is asked. Raise
+    The run's directory holds the mark; if it is lost, the mirror is asked. Raise
     `MirrorError` if it does not answer: a run must not begin anew because nobody could be asked.
     """
     if (identity := read_identity(config.run_directory)) is not None:
         return identity.mark
-    store = CheckpointStore(config.run_directory / "checkpoints")
-    for step in reversed(store.steps()):
-        if mark := store.run_of(step):
-            return mark
     url = config.checkpoint.mirror
     return mark_at(url, config.name) if url is not None else ""

@@ -2,8 +2,8 @@
 use.
 
 ``checkpoints/step-N/`` holds the files of the ranks and ``manifest.json``: size and SHA-256 of every file,
-the step, and the layout and data of the run. ``latest`` names the newest. No file is ever overwritten, and a
-checkpoint that does not match its manifest is never loaded (docs/design.md, Failure).
+the step, and the layout and data of the run. No file is ever overwritten, and a checkpoint that does not
+match its manifest is never loaded (docs/design.md, Failure).
 """
 
 import contextlib
@@ -39,7 +39,7 @@ class Manifest(BaseModel):
     states: dict[str, Any] = {}
     """Fields of `OptimizerStates`; empty in older checkpoints, which are AdamW's without an average."""
     run: str = ""
-    """Mark of the run that wrote the checkpoint (`RunDirectory.identity`); empty if the run has none."""
+    """Mark of the run that wrote the checkpoint (`RunDirectory.identity`)."""
     validation_loss: float | None = None
     """Validation loss of the saved state, in nats per token; None if that state was not validated."""
 
@@ -60,8 +60,8 @@ class CheckpointStore:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.trouble: dict[str, None] = {}
-        """Messages about old folders that could not be removed and about ``latest``, if it could not be
-        written; published checkpoints are fine. Removals are tried again with the next checkpoint."""
+        """Messages about old folders that could not be removed; published checkpoints are fine. Removals are
+        tried again with the next checkpoint."""
 
     def begin(self, step: int, generation: int) -> Path:
         """Make a fresh directory for the ranks to write into."""
@@ -99,13 +99,8 @@ class CheckpointStore:
             os.rename(final, aside)
         os.rename(written, final)
         _sync(self.directory)
-        # It is published. What follows may fail without harm to it.
         if replaces:
             self._remove(aside)
-        try:
-            write_durably(self.directory / "latest", final.name)
-        except OSError as error:
-            self.trouble[f"{self.directory / 'latest'} cannot be written: {error.strerror}"] = None
         return final
 
     def _remove(self, path: Path) -> None:
@@ -147,8 +142,8 @@ class CheckpointStore:
             self._remove(path)
         self.remove_unfinished(generation)
         steps = [step for step in self.steps() if newest is None or step <= newest]
-        own = [step for step in steps if self.run_of(step) in (None, "", run)]
-        for step in to_be_removed(own, keep, keep_every):
+        of_run = [step for step in steps if self.run_of(step) in (None, run)]
+        for step in to_be_removed(of_run, keep, keep_every):
             if step not in spared:
                 self._remove(self.directory / f"step-{step}")
 
@@ -174,12 +169,12 @@ class CheckpointStore:
     def best(self, run: str, newest: int | None = None) -> Manifest | None:
         """Return the manifest of a run's checkpoint with the lowest validation loss, of steps up to
         ``newest``; None if none of them was validated."""
-        own: list[Manifest] = []
+        of_run: list[Manifest] = []
         for step in (step for step in self.steps() if newest is None or step <= newest):
             with contextlib.suppress(CheckpointError):
                 manifest = read_manifest(self.directory / f"step-{step}")
-                own += [manifest] if manifest.run in ("", run) and manifest.step == step else []
-        return best_of(own)
+                of_run += [manifest] if manifest.run == run and manifest.step == step else []
+        return best_of(of_run)
 
     def undo_replacements(self) -> None:
         """Restore the name of an older save of a step, if a crash between the two renames of `publish`
@@ -241,9 +236,11 @@ def inspect(path: Path) -> Manifest:
                 f"checkpoint {path}: file {min(odd)} is missing or was not written by the save"
             )
         for name, (size, _) in manifest.files.items():
-            found = (path / name).stat().st_size
-            if found != size:
-                raise CheckpointError(f"checkpoint {path}: file {name} has {found} bytes instead of {size}")
+            size_here = (path / name).stat().st_size
+            if size_here != size:
+                raise CheckpointError(
+                    f"checkpoint {path}: file {name} has {size_here} bytes instead of {size}"
+                )
     except OSError as error:
         what = f"checkpoint {path}: file {error.filename} cannot be read: {error.strerror}"
         raise CheckpointError(what) from None

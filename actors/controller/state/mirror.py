@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from braid.actors.config import CheckpointConfig, ConfigError
-from braid.actors.config.urls import check_protocol, file_system
+from braid.actors.config.paths import file_system
 from braid.actors.controller.state.manifest import (
     MANIFEST,
     CheckpointStore,
@@ -27,7 +27,7 @@ from braid.actors.controller.state.manifest import (
 )
 
 _RUN_FILE = "run.json"
-_KEY = "checkpoint.mirror"
+KEY = "checkpoint.mirror"
 
 
 class MirrorError(ConfigError):
@@ -45,14 +45,8 @@ class RunIdentity:
     """Marks of the runs of this name that this run replaces, as its user asked (``overwrite``)."""
 
 
-def check_url(url: str) -> None:
-    """Raise `ConfigError` if a URL's protocol is unknown; the protocol's package need not be installed
-    here."""
-    check_protocol(_KEY, url)
-
-
 def _open(url: str) -> tuple[Any, str]:
-    files, root = file_system(_KEY, url)
+    files, root = file_system(KEY, url)
     files.invalidate_cache()  # others write there
     return files, root.rstrip("/")
 
@@ -108,11 +102,11 @@ class Mirror:
 
     def begin(self) -> None:
         """Write down which run the folder belongs to; call this before anything else is written there."""
-        place = f"{self._root}/{_RUN_FILE}"
-        with _using(self.url, f"{place} cannot be written"):
-            if not self._files.exists(place):
+        file = f"{self._root}/{_RUN_FILE}"
+        with _using(self.url, f"{file} cannot be written"):
+            if not self._files.exists(file):
                 self._files.makedirs(self._root, exist_ok=True)
-                self._files.pipe_file(place, json.dumps(asdict(self.run)).encode())
+                self._files.pipe_file(file, json.dumps(asdict(self.run)).encode())
 
     def put(self, checkpoint: Path) -> None:
         """Copy a published checkpoint, its manifest last."""
@@ -125,9 +119,9 @@ class Mirror:
                 self.manifest(manifest.step)
                 self._files.rm_file(f"{target}/{MANIFEST}")
             for name in [*sorted(manifest.files), MANIFEST]:
-                place = f"{target}/{name}"
-                self._files.makedirs(place.rsplit("/", 1)[0], exist_ok=True)
-                self._files.put_file(str(checkpoint / name), place)
+                copy = f"{target}/{name}"
+                self._files.makedirs(copy.rsplit("/", 1)[0], exist_ok=True)
+                self._files.put_file(str(checkpoint / name), copy)
 
     def steps(self) -> list[int]:
         """Return the steps of complete copies, oldest first."""
@@ -161,13 +155,13 @@ class Mirror:
         """Copy a checkpoint back into the empty folder ``into``; it must still be verified."""
         with _using(self.url, f"step {step} cannot be copied"):
             for name in [*self.manifest(step).files, MANIFEST]:
-                place = (into / name).resolve()
-                if not place.is_relative_to(into.resolve()):
+                copy = (into / name).resolve()
+                if not copy.is_relative_to(into.resolve()):
                     raise MirrorError(
                         f"checkpoint.mirror={self.url!r}: step {step} names a file {name!r} outside"
                     )
-                place.parent.mkdir(parents=True, exist_ok=True)
-                self._files.get_file(f"{self._root}/step-{step}/{name}", str(place))
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                self._files.get_file(f"{self._root}/step-{step}/{name}", str(copy))
 
     def _check_own(self, mark: Any, what: str) -> None:
         if mark != self.run.mark:
@@ -199,7 +193,7 @@ class Uploads:
         """Queue a copy; ``best``: the step of the checkpoint that is kept for its validation loss."""
         every = self._keeping.keep_every
         with self._changed:
-            kept = (one for one in self._waiting if one.step == best or (every and one.step % every == 0))
+            kept = [copy for copy in self._waiting if copy.step == best or (every and copy.step % every == 0)]
             self._waiting = [*kept, upload]
             self._changed.notify_all()
 

@@ -6,10 +6,10 @@ if streaming costs more than its budget, only every second, fourth, ... step is 
 """
 
 import contextlib
-import socket
 import threading
 import time
 from collections import deque
+from multiprocessing.connection import Connection
 from typing import Protocol
 
 from braid.scheduling.trace.batches import Batch, Labels, Records
@@ -144,21 +144,19 @@ class SpanStream:
         return batch.encode()
 
 
-class SocketSink:
-    """Sends batches to a Unix socket of this machine, whose receiver may be gone."""
+class ConnectionSink:
+    """Sends batches over a process's connection to the controller, which outlives generations."""
 
-    def __init__(self, path: str) -> None:
-        self._path: str | None = path
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.settimeout(5.0)
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
 
     def send(self, batch: bytes) -> bool:
-        """Send a batch; raise `OSError` if nobody listens, or the receiver takes nothing for five seconds."""
-        if self._path is not None:
-            self._socket.connect(self._path)
-            self._path = None
-        self._socket.sendall(batch)
+        """Send a batch; raise `OSError` if the controller has closed the connection."""
+        with self._lock:  # the thread of an earlier generation may still be sending
+            self._connection.send_bytes(batch)
         return True
 
     def close(self, timeout_s: float) -> None:
-        self._socket.close()
+        """Tell that the stream ends; batches that were sent arrive."""
+        self.send(b"")

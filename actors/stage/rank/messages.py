@@ -112,8 +112,6 @@ class RunPlan:
     """Measured times of operators alone, by their names in the profile; empty without a profile."""
     profile: str = ""
     """Source of the profile behind the decisions; names the hardware that ranks are checked against."""
-    streams: Mapping[str, Stream] = field(default_factory=dict)
-    """Stream of each mesh axis in this profile."""
     files: Mapping[str, str | bytes] = field(default_factory=dict)
     """Files behind the decisions (``profile.json``, ...), for the run's directory, by name."""
     serial: SerialStep | None = None

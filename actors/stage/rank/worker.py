@@ -3,10 +3,9 @@
 import gc
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from braid.actors.stage.files.digests import damage_in_share
 from braid.actors.stage.measure.kernel_uses import KernelChoice
 from braid.actors.stage.measure.memory import PeakMemory, held_bytes
 from braid.actors.stage.measure.profiling import Profiler
-from braid.actors.stage.measure.span_stream import Sink, SocketSink, SpanStream
+from braid.actors.stage.measure.span_stream import Sink, SpanStream
 from braid.actors.stage.measure.telemetry import Recorder
 from braid.actors.stage.measure.torch_profile import TorchProfile
 from braid.actors.stage.model.routing import ChoicesMade
@@ -56,6 +55,8 @@ class Worker(Logged, Rank):
         keep_freed_memory()
         self.rank = rank
         self.address = address
+        self.spans: Sink | None = None
+        """Receiver of this rank's spans; the process that the rank runs in sets it."""
         self._stream: SpanStream | None = None
         self._membership = Membership(address)
         self._kernels = KernelChoice()
@@ -231,12 +232,15 @@ class Worker(Logged, Rank):
         self._parts.buckets.zero()
 
     def stream_spans(self, target: Any, generation: int) -> None:
-        """Stream spans; ``target`` is the path of a Unix socket here."""
+        """Stream the spans of all further steps to a collector; ``target`` is not used here, as the process
+        has a connection (`spans`).
+        """
         if self._config.telemetry.spans:
             self._stream = SpanStream(self.rank, generation, self._span_sink(target))
 
     def _span_sink(self, target: Any) -> Sink:
-        return SocketSink(target)
+        assert self.spans is not None, "whoever starts a process sets it"
+        return self.spans
 
     def record_spans(self, on: bool) -> None:
         self._parts.recorder.recording = on
@@ -333,29 +337,3 @@ class Worker(Logged, Rank):
 
     def process_id(self) -> int:
         return os.getpid()
-
-
-class JoinedWorker(Worker):
-    """A rank in a process that torchrun has started: its spans travel over a connection to the controller."""
-
-    def __init__(self, rank: int, address: str, connect: Callable[[], Connection]) -> None:
-        """``connect``: opens a connection for this rank's spans."""
-        super().__init__(rank, address)
-        self._connect = connect
-
-    def _span_sink(self, target: Any) -> Sink:
-        return ConnectionSink(self._connect())
-
-
-class ConnectionSink:
-    """Sends batches over a connection."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-
-    def send(self, batch: bytes) -> bool:
-        self._connection.send_bytes(batch)
-        return True
-
-    def close(self, timeout_s: float) -> None:
-        self._connection.close()
