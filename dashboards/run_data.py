@@ -36,7 +36,7 @@ from braid.scheduling.text.yaml_text import parse_yaml
 from braid.scheduling.trace.arrays import length
 from braid.scheduling.trace.batches import begin_of, read_batches
 from braid.scheduling.trace.numbers import phases
-from braid.scheduling.trace.stragglers import LAST, TIMES, stragglers
+from braid.scheduling.trace.stragglers import stragglers
 
 T = TypeVar("T")
 PREDICTED: Final = "trace/predicted.arrows"
@@ -159,7 +159,7 @@ class RunData:
 
     def state(self) -> dict[str, Any]:
         """Return everything that does not change from step to step."""
-        return {**self._described.content, "version": self._version, "traced": self._traced()}
+        return {**self._described.content, "traced": self._traced()}
 
     def metrics(self, after: int, epoch: int) -> dict[str, Any]:
         """Return the numbers of all steps after ``after``; of all steps if the file began anew since
@@ -171,22 +171,20 @@ class RunData:
         events = self._event_lines[-1000:]
         return {"epoch": self._metrics.epoch, "anew": anew, "rows": rows, "visits": visits, "events": events}
 
-    def ranks(self, step: int | None) -> dict[str, Any]:
-        """Return all ranks' numbers of a step (None: the newest), which ranks are slow, and the mean seconds
-        of compute per step."""
+    def ranks(self) -> dict[str, Any]:
+        """Return all ranks' numbers of the newest step, which ranks are slow, and the mean seconds of compute
+        per step."""
         lines = list(self._rank_lines)
-        found = next((line for line in reversed(lines) if step is None or line["step"] == step), None)
-        layout, ranks = self._described.layout, len(numbers_in(found or {}, "seconds"))
+        newest = lines[-1] if lines else None
+        layout, ranks = self._described.layout, len(numbers_in(newest or {}, "seconds"))
         stages = [0] * ranks
         if layout is not None and layout.ranks == ranks:
             stages = [layout.coordinate(rank)["pp"] for rank in range(ranks)]
         computed = [numbers_in(line, "compute_seconds") for line in lines]
         means = {line["step"]: fmean(row) for line, row in zip(lines, computed, strict=True) if row}
         return {
-            "line": found,
-            "stages": stages,
+            "line": newest,
             "stragglers": [dict(vars(straggler)) for straggler in stragglers(computed, stages)],
-            "rule": {"times": TIMES, "steps": LAST},
             "compute": means,
         }
 

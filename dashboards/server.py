@@ -215,7 +215,7 @@ def _number(request: web.Request, name: str, default: str = "0") -> int:
 _ANSWERS: Final[dict[str, Callable[[RunData, web.Request], Any]]] = {
     "/api/state": lambda data, asked: data.state(),
     "/api/metrics": lambda data, asked: data.metrics(_number(asked, "after"), _number(asked, "epoch")),
-    "/api/ranks": lambda data, asked: data.ranks(_number(asked, "step") or None),
+    "/api/ranks": lambda data, asked: data.ranks(),
     "/api/timeline": lambda data, asked: data.timeline(_number(asked, "step", ""), _number(asked, "ranks")),
 }
 """Functions that answer requests, by path; they return None if there is no content."""

@@ -3,10 +3,7 @@
 import { amount, bytes, lost, nanoseconds, percent, seconds } from "./dom.js";
 
 export const LANES = ["compute", "intra-node", "inter-node"];
-export const SHORT_LANES = ["comp.", "intra", "inter"];
 const DIRECTIONS = ["", "forward", "backward"];
-
-export const spoken = (rows) => rows.map((row) => (Array.isArray(row) ? row.join(" ") : row)).join(" · ");
 
 /** Find the shortest of some spans (indices in order of their begin) at a time, else one within a pixel of it. */
 export function spanAt({ start, end }, spans, time, slack) {
