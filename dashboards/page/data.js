@@ -1,7 +1,7 @@
 // What the server knows, fetched when it says that something is new. Only the newest state matters: what a slow
 // page misses is old by the time that it looks again.
 
-export const RANKS_AT_ONCE = 16;
+const RANKS_AT_ONCE = 16;
 const MOST_STEPS_OF_RANKS = 96;
 
 const keyOf = (step, rank) => `${step}:${Math.floor(rank / RANKS_AT_ONCE) * RANKS_AT_ONCE}`;

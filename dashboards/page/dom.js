@@ -16,9 +16,6 @@ function filled(node, { text, style, onclick, ...attributes }, children) {
 export const el = (tag, attributes = {}, ...children) => filled(document.createElement(tag), attributes, children);
 export const svg = (tag, attributes = {}, ...children) => filled(document.createElementNS(SVG, tag), attributes, children);
 
-/** Return an SVG element that shows a text when the mouse rests on it. */
-export const titled = (shape, ...lines) => svg("g", {}, svg("title", { text: lines.join("\n") }), shape);
-
 const digits = (value) => value.toFixed(Math.abs(value) >= 99.95 ? 0 : Math.abs(value) >= 9.995 ? 1 : 2);
 
 /** Write a number in the first of some units, [least number, size, name], that it reaches. */
@@ -54,8 +51,8 @@ export function duration(value) {
 }
 
 /** Make a box filled as a variable of style.css says. */
-export const filledBox = (fill, style = {}, attributes = {}, text = "") =>
-  el("span", { class: fill, ...attributes, text, style: { background: `var(--${fill})`, ...style } });
+export const filledBox = (fill, style, told, text) =>
+  el("span", { class: fill, "data-tip": told, text, style: { background: `var(--${fill})`, ...style } });
 
 export const plural = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
 
@@ -79,6 +76,22 @@ export function fitted(text, width) {
   const most = Math.floor((width - 6) / 6);
   return text.length <= most ? text : most < 3 ? "" : `${text.slice(0, most - 1)}…`;
 }
+
+/** Show lines of text beside a point of the window, the first as a title; without lines hide what was shown. */
+export function tell(lines, x, y) {
+  const tip = byId("tip");
+  tip.hidden = !lines;
+  if (!lines) return;
+  tip.textContent = lines.join("\n");
+  const { width, height } = tip.getBoundingClientRect();
+  tip.style.left = `${x + 16 + width > window.innerWidth ? Math.max(4, x - 16 - width) : x + 16}px`;
+  tip.style.top = `${Math.max(4, Math.min(y + 14, window.innerHeight - height - 4))}px`;
+}
+
+// A tip stays while an element is drawn anew, which a title of the browser's does not.
+document.addEventListener("pointermove", ({ target, clientX, clientY }) => {
+  tell(target.closest("[data-tip]")?.dataset.tip.split("\n"), clientX, clientY);
+});
 
 /** Return a cell's colours from amber (-1) over the card's colour (0) to blue (1), for any colour vision. */
 export function heat(value) {

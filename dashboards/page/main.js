@@ -54,7 +54,7 @@ const VIEWS = {
 
 const curves = new Charts(byId("charts"), run, runCharts, () => redraw(charts));
 const expertCurves = new Charts(byId("expert-charts"), run, expertCharts, () => redraw(experts));
-const timeline = new Timeline(byId("timeline"), byId("tip"), run, {
+const timeline = new Timeline(byId("timeline"), run, {
   redraw: () => redraw(spans),
   stepChanged: () => (byId("follow").checked = timeline.chosen === null),
 });

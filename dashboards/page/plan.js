@@ -1,7 +1,7 @@
 // Shows decisions and events: layout, pairing as two strands with their bonds, overlap effectiveness, load of experts, log.
 
 import { hasExperts } from "./charts.js";
-import { byId, el, fitted, heat, nanoseconds, percent, plural, svg, titled } from "./dom.js";
+import { byId, el, fitted, heat, nanoseconds, percent, plural, svg } from "./dom.js";
 
 const PASSES = { F: "forward pass", B: "backward pass", I: "input gradients", W: "weight gradients", L: "end of a backward pass" };
 const AXES = { dp: "data parallel", tp: "tensor parallel", pp: "pipeline stages", cp: "context parallel", ep: "expert parallel" };
@@ -77,14 +77,14 @@ function strands({ sides, actions }) {
     const tied = beside.filter((box) => !box.turn !== !rail.turn);
     const end = rail.turn ? top + BOX : bottom;
     if (tied.length) drawn.push(svg("path", { class: "bond", d: tied.map((box) => `M${box.x + box.wide / 2} ${y}V${end}`).join("") }));
-    const shape = svg("rect", { class: `${beside.length ? "hidden" : "exposed"} ${rail.side}`, x: rail.x, y: y - 4, width: Math.max(4, rail.end - rail.x), height: 8, rx: 4 });
-    drawn.push(titled(shape, ...told(rail), `runs on ${rail.stream}`, beside.length ? "hidden by what it is tied to" : "nothing is computed beside it: it waits"));
+    const about = `${told(rail)}\nruns on ${rail.stream}\n${beside.length ? "hidden by what it is tied to" : "nothing is computed beside it: it waits"}`;
+    drawn.push(svg("rect", { "data-tip": about, class: `${beside.length ? "hidden" : "exposed"} ${rail.side}`, x: rail.x, y: y - 4, width: Math.max(4, rail.end - rail.x), height: 8, rx: 4 }));
   }
   for (const box of boxes) {
     const y = box.turn ? bottom : top;
     const shape = svg("rect", { class: `${box.turn ? "beta" : "alpha"} ${box.side}`, x: box.x, y, width: box.wide, height: BOX, rx: 5 });
     const name = svg("text", { class: "on-strand", x: box.x + 4, y: y + 16, text: fitted(box.operator.split("/").at(-1), box.wide) });
-    drawn.push(titled(svg("g", {}, shape, name), ...told(box)));
+    drawn.push(svg("g", { "data-tip": told(box) }, shape, name));
   }
   const [first, ...others] = sides.map((side) => PASSES[side[0]]);
   const names = [svg("text", { x: 6, y: 13, text: first }), svg("text", { x: 6, y: height - 8, text: others.join(" and ") })];
@@ -92,7 +92,7 @@ function strands({ sides, actions }) {
   return el("div", { class: "strands", tabindex: 0, role: "img", "aria-label": label }, svg("svg", { width: wide + 80, height }, ...names, ...drawn));
 }
 
-const told = ({ operator, side, ns }) => [operator, `${PASSES[side]}${side === "L" ? " that the layer or the block before has left" : ""}`, `alone ${nanoseconds(ns)}`];
+const told = ({ operator, side, ns }) => `${operator}\n${PASSES[side]}${side === "L" ? " that the layer or the block before has left" : ""}\nalone: ${nanoseconds(ns)}`;
 
 /** Assign overlapping rails to separate lanes; return the number of lanes. */
 function stack(rails) {
@@ -137,7 +137,7 @@ export function drawExperts(run) {
     const cells = row.map((value, expert) => {
       const title = `layer ${layers[n]}, expert ${expert}, step ${step}\n${value.toLocaleString("en")} visits\n${percent(value / all, 2)} of the layer's\n${times(over[expert])} the average${each < count ? `\nrank ${Math.floor(expert / each)} of ep` : ""}`;
       const look = expert && expert % each === 0 ? "border" : "";
-      return el("td", { title, class: look, text: every === 1 && value ? over[expert].toFixed(2) : "", style: value ? heat(-Math.log2(over[expert]) / 2) : { background: "var(--stripes)" } });
+      return el("td", { "data-tip": title, class: look, text: every === 1 && value ? over[expert].toFixed(2) : "", style: value ? heat(-Math.log2(over[expert]) / 2) : { background: "var(--stripes)" } });
     });
     return el("tr", {}, heading(layers[n], {}, "row"), ...cells, el("th", { text: times(Math.max(...over)) }));
   });

@@ -1,7 +1,7 @@
 // The nodes, and on each node a column for every rank: how the rank spent its time of the newest step.
 
 import { byId, bytes, el, filledBox, plural, seconds } from "./dom.js";
-import { namedNumbers } from "./spans.js";
+import { describeNumbers } from "./spans.js";
 import { partsOf } from "./summary.js";
 
 /** Draw the cluster; a click on a rank calls `reveal` with its number. */
@@ -29,16 +29,15 @@ export function drawRanks(run, reveal) {
 
 function column({ rank, place, process }, line, slow, longest, onclick) {
   const of = (name) => line?.[`${name}seconds`]?.[rank];
-  const rows = line ? [["step", seconds(of(""))], ...namedNumbers((name) => of(`${name}_`))] : [];
-  for (const [peer, operator, waited] of line?.waits_for?.[rank] ?? []) rows.push([`for rank ${peer} (${operator})`, seconds(waited)]);
-  if (line?.peak_bytes?.[rank]) rows.push(["memory", bytes(line.peak_bytes[rank])]);
-  if (slow) rows.push([`${slow.times.toFixed(2)} × the compute time of its stage's others`]);
   const where = [...Object.entries(place).map(([axis, at]) => `${axis} ${at}`), process && `process ${process}`].filter(Boolean).join(", ");
-  const title = [`rank ${rank}: ${where}`, ...rows.map((row) => row.join(": "))].join("\n");
+  const lines = [`rank ${rank}: ${where}`, ...describeNumbers((name) => of(`${name}_`))];
+  if (line) lines.push(`step: ${seconds(of(""))}`, `memory: ${bytes(line.peak_bytes?.[rank])}`);
+  for (const [peer, operator, waited] of line?.waits_for?.[rank] ?? []) lines.push(`for rank ${peer} (${operator}): ${seconds(waited)}`);
+  if (slow) lines.push(`${slow.times.toFixed(2)} × the compute time of its stage's others`);
   const [step, compute, exposed, slowdown, waiting] = ["", "compute_", "exposed_", "slowdown_", "waiting_"].map((name) => of(name) ?? 0);
   const parts = partsOf({ step, compute, exposed, slowdown, waiting });
   const boxes = parts.map(([look, value]) => filledBox(look, { height: `${(value / longest) * 100}%` }));
-  return el("button", { type: "button", class: slow ? "rank slow" : "rank", title, onclick }, el("span", {}, ...boxes), slow ? `⚠ ${rank}` : rank);
+  return el("button", { type: "button", class: slow ? "rank slow" : "rank", "data-tip": lines.join("\n"), onclick }, el("span", {}, ...boxes), slow ? `⚠ ${rank}` : rank);
 }
 
 /** Describe the longest wait for a peer in a step, over all ranks. */

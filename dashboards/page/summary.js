@@ -90,7 +90,7 @@ function budget(measured, predicted) {
 function bar(parts, longest, end = "") {
   const boxes = parts.map(([look, value, name]) => {
     const text = `${name} ${seconds(value)}`;
-    return filledBox(look, { width: `${(value / longest) * 100}%` }, { title: text }, name && value > 0.13 * longest ? text : "");
+    return filledBox(look, { width: `${(value / longest) * 100}%` }, text, name && value > 0.11 * longest ? text : "");
   });
   return el("div", { class: "bar" }, ...boxes, el("output", { text: end }));
 }

@@ -1,27 +1,18 @@
 // The timeline: three lanes per rank, drawn on a canvas that stays in place while its box scrolls. Only rows in view are
 // drawn, and of spans that share a pixel one rectangle; so the number of ranks and of operators hardly matters.
 
-import { RANKS_AT_ONCE } from "./data.js";
-import { el, fitted, nanoseconds, percent, ticks } from "./dom.js";
-import { describeInterval, describeSpan, intervalAt, LANES, numberRows, spanAt } from "./spans.js";
+import { el, fitted, nanoseconds, percent, tell, ticks } from "./dom.js";
+import { describeInterval, describeNumbers, describeSpan, LANES, spanAt } from "./spans.js";
 
 const [AXIS, STRIP, END] = [22, 7, 10]; // heights of axis and strip of waits, free width at the right, in pixels
 const WIDEST = 15_000_000; // pixels of a box that every browser can scroll
 const STRANDS = ["neither", "alpha", "beta"].map((strand) => ["", "-forward", "-backward"].map((way) => `${strand}${way}`));
 const COLOURS = [...STRANDS.flat(), "card", "row", "line", "ink", "quiet", "hurt", "stripe", "wash", "peer", "dot", "block", "paired"];
 
-/** Return the first rank of every server answer that contains some of these ranks. */
-function chunksOf(first, last) {
-  const found = [];
-  for (let rank = Math.floor(first / RANKS_AT_ONCE) * RANKS_AT_ONCE; rank <= last; rank += RANKS_AT_ONCE) found.push(rank);
-  return found;
-}
-
 export class Timeline {
-  /** `box` scrolls a `room`, as large as the whole drawing, in which a canvas sticks to the visible part. `tip` is shown
-   * beside the pointer. */
-  constructor(box, tip, run, { redraw, stepChanged }) {
-    Object.assign(this, { box, tip, run, redraw, stepChanged });
+  /** `box` scrolls a `room`, as large as the whole drawing, in which a canvas sticks to the visible part. */
+  constructor(box, run, { redraw, stepChanged }) {
+    Object.assign(this, { box, run, redraw, stepChanged });
     this.room = box.firstElementChild;
     this.canvas = this.room.firstElementChild;
     this.chosen = null; // a step; null: follow the newest
@@ -32,8 +23,11 @@ export class Timeline {
     this.picked = null;
     box.addEventListener("scroll", redraw);
     box.addEventListener("wheel", (event) => this._wheel(event), { passive: false });
-    this.canvas.addEventListener("pointermove", (event) => this._tell(this.hit(event.offsetX, event.offsetY), event.clientX, event.clientY));
-    this.canvas.addEventListener("pointerleave", () => (this.tip.hidden = true));
+    this.canvas.addEventListener("pointermove", (event) => {
+      event.stopPropagation();
+      const found = this.hit(event.offsetX, event.offsetY);
+      tell(found && this.describe(found), event.clientX, event.clientY);
+    });
     this.recolour();
   }
 
@@ -189,9 +183,9 @@ export class Timeline {
     }
     const firstRank = Math.floor(this.scroll / this.row);
     const lastRank = Math.min(this.rankCount - 1, Math.floor((this.scroll + height - AXIS) / this.row));
-    this._advance(chunksOf(firstRank, lastRank));
-    const rows = [];
-    for (let rank = firstRank; rank <= lastRank; rank += 1) rows.push({ rank, steps: this.steps(rank) });
+    const ranks = Array.from({ length: lastRank - firstRank + 1 }, (_, n) => firstRank + n);
+    this._advance(ranks);
+    const rows = ranks.map((rank) => ({ rank, steps: this.steps(rank) }));
     const ends = rows.flatMap(({ rank, steps }) => steps.map(({ data, at }) => at + (data.ranks.get(rank)?.over ?? 0)));
     if (ends.length) this.whole = Math.max(...ends) * 1.004;
     if (this.whole) {
@@ -329,24 +323,25 @@ export class Timeline {
     for (const { data, at } of steps) {
       const own = data.ranks.get(rank);
       if (!own) continue;
-      const span = spanAt(own.spans, own.lanes[lane] ?? [], time - at, slack);
+      const span = spanAt(own.spans, time - at, slack, own.lanes[lane] ?? []);
       if (span !== null) return { rank, data, own, span, at };
       for (const kind of ["exposed", "waits"]) {
-        const place = intervalAt(own[kind], time - at, slack);
+        const place = spanAt(own[kind], time - at, slack);
         if (place !== null) return { rank, data, kind, place };
       }
     }
     return null;
   }
 
-  /** Return title and rows about what was hit, for the tip and for screen readers. */
+  /** Return lines about what was hit. */
   describe(found) {
     if (found.kind) return describeInterval(found);
     if (found.span !== undefined) return describeSpan(found);
     const { node, place = {} } = this.run.state?.cluster.ranks[found.rank] ?? {};
     const where = Object.entries(place).map(([axis, at]) => `${axis} ${at}`).join(", ");
-    const numbers = found.steps.length ? numberRows(found.steps.at(-1).data.ranks.get(found.rank)) : [];
-    return [`rank ${found.rank}`, ["node", node], ["place", where], ...numbers];
+    const { numbers = {}, dropped, damage } = found.steps.at(-1)?.data.ranks.get(found.rank) ?? {};
+    const told = describeNumbers((name) => numbers[`${name}_ns`] && numbers[`${name}_ns`] / 1e9);
+    return [`rank ${found.rank}`, `node: ${node}`, `place: ${where}`, ...told, dropped && `spans dropped: ${dropped}`, damage && `damaged: ${damage}`].filter(Boolean);
   }
 
   /** Pick the operator before or after the picked one, on the same rank and lane. */
@@ -365,7 +360,7 @@ export class Timeline {
     const [left, right] = [this.x(start[span] + at), this.x(end[span] + at)];
     if (left < this.gutter || right > this.width) this.box.scrollLeft += left - (this.gutter + this.width) / 2;
     const { x, y } = this.canvas.getBoundingClientRect();
-    this._tell(this.picked, x + this.x(end[span] + at), y + AXIS + (rank + 1) * this.row - this.scroll);
+    tell(this.describe(this.picked), x + this.x(end[span] + at), y + AXIS + (rank + 1) * this.row - this.scroll);
     this.redraw();
   }
 
@@ -382,18 +377,5 @@ export class Timeline {
     if (!this.whole || !(event.ctrlKey || event.metaKey)) return;
     event.preventDefault();
     this.zoom(Math.exp(-Math.sign(event.deltaY) * Math.min(60, Math.abs(event.deltaY)) * 0.006), event.clientX - this.box.getBoundingClientRect().x);
-  }
-
-  /** Show a tip about what was hit beside a point of the window: a title, and rows of [name, text] or text. */
-  _tell(found, x, y) {
-    const { tip } = this;
-    tip.hidden = !found;
-    if (!found) return;
-    const [title, ...rows] = this.describe(found);
-    const cells = rows.map((row) => el("tr", {}, ...[row].flat().map((cell, _, all) => el("td", { text: cell, colspan: 3 - all.length }))));
-    tip.replaceChildren(el("b", { text: title }), el("table", {}, ...cells));
-    const { width, height } = tip.getBoundingClientRect();
-    tip.style.left = `${x + 16 + width > window.innerWidth ? Math.max(4, x - 16 - width) : x + 16}px`;
-    tip.style.top = `${Math.max(4, Math.min(y + 14, window.innerHeight - height - 4))}px`;
   }
 }

@@ -165,7 +165,7 @@ async def test_experts_have_a_map_and_charts(tmp_path: Path) -> None:
         titles = await read(tab, "expert-charts")
         for title in ("Fullest expert", "Entropy", "Visits dropped", "Auxiliary losses"):
             assert title in titles
-        told = await read(tab, "experts", "rows[5].querySelectorAll('td')[6].title")
+        told = await read(tab, "experts", "rows[5].querySelectorAll('td')[6].dataset.tip")
         share = f"{100 * visits / sum(numbers['visits'][4]):.2f} %"
         for part in ("layer 4, expert 6, step 3", f"{visits:,}", share):
             assert part in told
