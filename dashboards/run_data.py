@@ -23,6 +23,7 @@ from braid.dashboards.run_files import (
     flat,
     is_number,
     numbers_in,
+    read_mapping,
     read_parsed,
     shown_config,
 )
@@ -32,7 +33,6 @@ from braid.scheduling.cost.profile import parse_profile
 from braid.scheduling.mesh.layout import AXES, ParallelLayout
 from braid.scheduling.schedule.text import parse
 from braid.scheduling.text.json_text import finite
-from braid.scheduling.text.yaml_text import parse_yaml
 from braid.scheduling.trace.arrays import length
 from braid.scheduling.trace.batches import begin_of, read_batches
 from braid.scheduling.trace.numbers import phases
@@ -226,11 +226,11 @@ def _describe(directory: Path) -> _Described:
             trouble.append(str(error))
             return None
 
-    def mapping(name: str, parse: Callable[[str], Any] = json.loads) -> dict[str, Any]:
-        content = finite(tried(read_parsed, name, parse))
+    def mapping(name: str) -> dict[str, Any]:
+        content = finite(tried(read_parsed, name, json.loads))
         return content if isinstance(content, dict) else {}
 
-    config = shown_config(mapping("config.yaml", lambda text: parse_yaml(text, "config.yaml")))
+    config = shown_config(finite(tried(read_mapping, "config.yaml") or {}))
     model, predicted, report = (mapping(f"{name}.json") for name in ("model", "predicted", "report"))
     schedule = tried(read_parsed, "schedule.txt", parse)
     profile = tried(read_parsed, "profile.json", lambda text: parse_profile(text, "profile.json"))

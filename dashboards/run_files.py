@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from braid.scheduling.text.json_text import finite
+from braid.scheduling.text.yaml_text import parse_yaml
 
 T = TypeVar("T")
 MOST_BYTES: Final = 64 << 20
@@ -61,6 +62,13 @@ def read_parsed(path: Path, parse: Callable[[str], T]) -> T | None:
         raise ValueError(f"{path.name} cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(str(error) if path.name in str(error) else f"{path.name}: {error}") from None
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Read the mapping in a YAML or JSON file; an empty one if there is no file, `ValueError` if it is
+    damaged."""
+    content = read_parsed(path, lambda text: parse_yaml(text, path.name))
+    return content if isinstance(content, dict) else {}
 
 
 def shown_config(config: Mapping[str, Any]) -> dict[str, Any]:

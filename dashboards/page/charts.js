@@ -1,20 +1,19 @@
 // Line charts over the steps, in SVG: one crosshair for all, whose step the captions tell; marks where the run changed.
 
 import { amount, bytes, el, percent, seconds, svg, ticks } from "./dom.js";
-import { axesOf, namesIn } from "./summary.js";
+import { namesIn } from "./summary.js";
 
 const [WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM] = [430, 160, 54, 10, 16, 18];
 const MARKS = { restarted: "↻", resized: "⇔", failed: "✕", straggler: "⚠", guard: "!", waiting: "…", draining: "⏏", saved: "▾", "save-failed": "▿", rescued: "✚" };
-const COLOURS = ["blue", "amber", "violet", "hidden"];
-const STYLES = ["", "long", "dash-dot"]; // of the lines of one chart that differ in nothing else
+const COLOURS = ["blue", "amber", "violet", "hidden", "peer"];
 
 const fixed = (value) => (Number.isFinite(value) ? value.toFixed(3) : "–");
 const precise = (value) => (Number.isFinite(value) ? String(Number(value.toPrecision(3))) : "–");
 const share = (value) => percent(value, 1);
 
-/** Return lines for some names of a section of the records. */
-const inSection = (columns, section, names, style) =>
-  names.map((name, n) => [name, columns[`${section}.${name}`], COLOURS[n % 4], style ?? STYLES[n % 3]]);
+/** Return lines for the names in a section of the records. */
+const inSection = (run, section, style) =>
+  namesIn(run, section).map((name, n) => [name, run.columns[`${section}.${name}`], COLOURS[n % 5], style]);
 
 /** Return the charts of a run: title, formatter of a value, lines [name, values, colour in style.css, style]. */
 export function runCharts(run) {
@@ -24,7 +23,7 @@ export function runCharts(run) {
   const rate = columns.step.map((_, n) => (wall[n] > 0 ? columns.tokens?.[n] / wall[n] : null));
   const slowdown = columns.slowdown_seconds?.map((value) => (value === null ? null : Math.max(0, value)));
   const constant = (name) => (Number.isFinite(predicted[name]) ? columns.step.map(() => predicted[name]) : null);
-  const sets = namesIn(run, "validation_losses");
+  const sets = inSection(run, "validation_losses", "dots");
   return [
     { title: "Communication per step", write: seconds, zero: true, lines: [
       ["all; green: hidden", columns.communication_seconds, "hidden", "area"], ["waits (exposed)", columns.exposed_seconds, "hurt", "area"],
@@ -35,10 +34,10 @@ export function runCharts(run) {
       ["predicted", constant("step_seconds"), "blue", "dash"], ["one strand, predicted", constant("serial_seconds"), "quiet", "dot"]] },
     { title: "What overlap costs, and idle time", write: seconds, zero: true, lines: [
       ["slowdown", slowdown, "violet"], ["launch gaps", columns.launch_gap_seconds, "blue"],
-      ["bubbles", columns.bubble_seconds, "amber", "long"], ["waits for peers", columns.waiting_seconds, "peer"]] },
-    { title: "Exposed, by axis", write: seconds, zero: true, lines: inSection(columns, "exposed_by_axis", axesOf(run)), none: "no transfers, or telemetry.spans is off" },
+      ["bubbles", columns.bubble_seconds, "amber"], ["waits for peers", columns.waiting_seconds, "peer"]] },
+    { title: "Exposed, by axis", write: seconds, zero: true, lines: inSection(run, "exposed_by_axis"), none: "no transfers, or telemetry.spans is off" },
     { title: "Loss, nats per token", write: fixed, lines: [["training", columns.loss, "blue"], ["validation", columns.validation_loss, "amber", "dots"]] },
-    ...(sets.length ? [{ title: "Validation by set, nats per token", write: fixed, lines: inSection(columns, "validation_losses", sets, "dots") }] : []),
+    ...(sets.length ? [{ title: "Validation by set, nats per token", write: fixed, lines: sets }] : []),
     { title: "Validation, bits per byte", write: fixed, lines: [["bits per byte", columns.validation_bits_per_byte, "amber", "dots"]], none: "no validation yet, or the data set does not say what bytes its tokens stand for" },
     { title: "Tokens per second", write: amount, zero: true, lines: [["", rate, "blue"]] },
     { title: "MFU", write: share, zero: true, lines: [["", columns.mfu, "blue"]], none: "not known: set cluster.peak_tflops" },

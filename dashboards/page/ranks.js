@@ -23,6 +23,7 @@ export function drawRanks(run, reveal) {
   const facts = [plural(nodes.size, "node"), plural(state.cluster.ranks.length, "rank"), generation && `generation ${generation}`, state.cluster.launcher && `started by ${state.cluster.launcher}`, line && `full height: ${seconds(longest)}`];
   byId("ranks-step").textContent = line?.step ?? "–";
   byId("cluster").textContent = nodes.size ? facts.filter(Boolean).join(" · ") : "Not written down (cluster.json).";
+  byId("nodes").className = state.cluster.ranks.length > 64 ? "many" : "";
   byId("nodes").replaceChildren(...cards);
   byId("longest-wait").textContent = waitedMost(line);
 }
@@ -36,7 +37,7 @@ function column({ rank, place, process }, line, slow, longest, onclick) {
   if (slow) lines.push(`${slow.times.toFixed(2)} × the compute time of its stage's others`);
   const [step, compute, exposed, slowdown, waiting] = ["", "compute_", "exposed_", "slowdown_", "waiting_"].map((name) => of(name) ?? 0);
   const parts = partsOf({ step, compute, exposed, slowdown, waiting });
-  const boxes = parts.map(([look, value]) => filledBox(look, { height: `${(value / longest) * 100}%` }));
+  const boxes = parts.filter(([, value]) => value > 0).map(([look, value]) => filledBox(look, { height: `${(value / longest) * 100}%` }));
   return el("button", { type: "button", class: slow ? "rank slow" : "rank", "data-tip": lines.join("\n"), onclick }, el("span", {}, ...boxes), slow ? `⚠ ${rank}` : rank);
 }
 

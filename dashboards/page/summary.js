@@ -5,9 +5,6 @@ import { byId, duration, el, filledBox, lost, mean, percent, seconds } from "./d
 const WINDOW = 10;
 const PACE = 50; // number of last steps, with their saves and validations, from which the remaining time is estimated
 
-/** Return the mesh axes whose exposed transfers were recorded. */
-export const axesOf = (run) => namesIn(run, "exposed_by_axis");
-
 /** Return the names in a section of the steps' records. */
 export function namesIn(run, section) {
   const before = `${section}.`;
@@ -22,7 +19,7 @@ function recent(run) {
   const of = (name) => mean((columns[name] ?? []).slice(from));
   const [step, communication, exposed, slowdown, waiting] = ["", "communication_", "exposed_", "slowdown_", "waiting_"].map((name) => of(`${name}seconds`));
   const compute = mean(columns.step.slice(from).map((at) => run.ranks?.compute[at]));
-  const axes = axesOf(run).map((axis) => [axis, of(`exposed_by_axis.${axis}`)]).filter(([, value]) => value > 0);
+  const axes = namesIn(run, "exposed_by_axis").map((axis) => [axis, of(`exposed_by_axis.${axis}`)]).filter(([, value]) => value > 0);
   return { count: count - from, step, communication, exposed, slowdown, waiting, compute, axes };
 }
 

@@ -1,4 +1,4 @@
-"""The page in a headless browser: made-up runs, a run that trains meanwhile, and the same run past."""
+"""The page in a headless browser: made-up runs, a run that trains meanwhile, the same run past, a report."""
 
 import asyncio
 import contextlib
@@ -19,8 +19,9 @@ from braid.scheduling.trace.spans import Span
 from braid.scheduling.trace.stragglers import LAST
 from tests.dashboards.browser import CHROMIUM, Tab, browser
 from tests.dashboards.lines import lines_of
-from tests.dashboards.made_up_runs import MIXTURE, MadeUpRun, made_up
+from tests.dashboards.made_up_runs import MadeUpRun, made_up
 from tests.end_to_end.command import start, write_config, write_corpus
+from tests.in_process import Capture, called, refused
 from tests.spans import read_folder, spans_of
 
 pytestmark = [
@@ -154,7 +155,7 @@ async def test_names_are_text_and_unknown_numbers_are_gaps(tmp_path: Path) -> No
 
 @looking
 async def test_experts_have_a_map_and_charts(tmp_path: Path) -> None:
-    run = made_up(tmp_path / "run", 2, 3, experts=MIXTURE)
+    run = made_up(tmp_path / "run", 2, 3, experts=True)
     numbers = lines_of(run.path / "metrics.jsonl")[-1]["experts"]
     visits = numbers["visits"][4][6]
     async with looked_at(run.path, 3) as tab:
@@ -342,3 +343,24 @@ async def test_a_run_that_trains_and_the_same_run_past(tmp_path: Path) -> None:
             process.communicate(timeout=60)
     async with looked_at(run, steps) as tab:
         await check_trained(tab, run, steps)
+
+
+@looking
+async def test_a_report_shows_the_run_without_a_single_request(tmp_path: Path, capsys: Capture) -> None:
+    """Data cannot leave their element."""
+    made = made_up(tmp_path / "run", ranks=8, steps=6)
+    output, evil = tmp_path / "report.html", "</script><script>alert(1)</script>"
+    with (made.path / "config.yaml").open("a") as config:
+        config.write(f"evil: {json.dumps(evil)}\n")
+    assert called(capsys, "report", made.path, "--output", output).code == 0
+    refused(called(capsys, "report", tmp_path / "none"), str(tmp_path / "none"))
+    text = output.read_text()
+    assert evil not in text
+    assert text.count("<script") == 2
+    async with browser() as tab:
+        await tab.open(output.as_uri())
+        await tab.until(DRAWN.format(step=6))
+        assert "of communication is hidden" in await read(tab, "headline")
+        assert tab.errors == []
+        assert {url.partition(":")[0] for url in tab.requests} <= {"file", "data", "about", "blob"}
+        assert len([url for url in tab.requests if url.startswith("file:")]) == 1

@@ -13,7 +13,7 @@ from braid.scheduling.schedule.operations import Barrier, PassKind
 from braid.scheduling.schedule.text import parse
 from braid.scheduling.trace.stragglers import LAST
 from tests.dashboards.lines import lines_of
-from tests.dashboards.made_up_runs import LATE, MIXTURE, MadeUpRun, made_up
+from tests.dashboards.made_up_runs import LATE, MadeUpRun, made_up
 from tests.spans import communication_of, read_folder, spans_of
 
 
@@ -68,7 +68,7 @@ def test_a_slow_rank_is_named(finished: Path, tmp_path: Path) -> None:
 
 
 def test_experts_have_columns_and_the_newest_visits(finished: Path, tmp_path: Path) -> None:
-    run = made_up(tmp_path / "run", 2, 3, experts=MIXTURE)
+    run = made_up(tmp_path / "run", 2, 3, experts=True)
     data = read(run.path)
     found = data.metrics(0, 0)
     lines = lines_of(run.path / "metrics.jsonl")
