@@ -60,9 +60,6 @@ class Run:
     def steps(self) -> "DataFrame":
         """Return one row per step, by ``step``, which counts from 1."""
         rows = [step_row(line) for line in self._lines("metrics.jsonl")]
-        for row in rows:
-            seconds = row.get("wall_seconds") or row.get("seconds")
-            row["tokens_per_second"] = row["tokens"] / seconds if seconds else None
         return _frame(rows, ["step", "loss", "grad_norm", "lr", "seconds", "tokens"]).set_index("step")
 
     def validations(self) -> "DataFrame":

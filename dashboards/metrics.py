@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from braid.dashboards.run_files import flat
+from braid.dashboards.run_files import flat, tokens_per_second
 from braid.scheduling.text.yaml_text import parse_yaml
 
 STEP_BUCKETS: Final = tuple(round(10 ** (power / 5), 4) for power in range(-10, 13))
@@ -127,14 +127,13 @@ class Exporter:
     def take(self, source: str, line: Mapping[str, Any]) -> None:
         """Process the next line of a run's file, or the whole content of ``predicted.json`` or
         ``config.yaml``."""
-        kind, tokens, values = line.get("kind"), line.get("tokens"), flat(line)
+        kind, values = line.get("kind"), flat(line)
+        values["tokens / wall_seconds"] = tokens_per_second(line)
         if source == "config.yaml":  # its degrees give ranks their stages
             degrees = [(line.get("parallel") or {}).get(axis) for axis in ("dp", "tp", "cp")]
             self._ranks_of_a_stage = math.prod(degree for degree in degrees if isinstance(degree, int))
         elif kind in ("started", "finished", "failed"):
             values["kind"] = int(kind == "started")
-        elif _finite(tokens) and (seconds := line.get("wall_seconds") or line.get("seconds")):
-            values["tokens / wall_seconds"] = tokens / seconds
         for metric in METRICS.values():
             if metric.source != source or metric.event not in ("", kind):
                 continue

@@ -7,7 +7,7 @@ server and no other file, and shows the last steps' timelines.
 import html
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from braid.dashboards.run_data import RANKS_AT_ONCE, RunData, compact_json
 
@@ -67,7 +67,8 @@ def report_html(run: Path) -> str:
         "answers": answers,
         "modules": {name: body for name, body in page.items() if name.endswith(".js")},
     }
-    data_element = f'<script type="application/json" id="run">{_inside_html(content)}</script>'
+    inside = compact_json(content).replace("<", "\\u003c")  # JSON that cannot end the element around it
+    data_element = f'<script type="application/json" id="run">{inside}</script>'
     text = page["index.html"]
     for old, new in (
         ('<link rel="stylesheet" href="style.css">', f"<style>\n{page['style.css']}</style>"),
@@ -77,8 +78,3 @@ def report_html(run: Path) -> str:
     ):
         text = text.replace(old, new)
     return text
-
-
-def _inside_html(content: Any) -> str:
-    """Return JSON that cannot end the HTML element around it."""
-    return compact_json(content).replace("<", "\\u003c")

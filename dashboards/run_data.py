@@ -26,6 +26,7 @@ from braid.dashboards.run_files import (
     read_mapping,
     read_parsed,
     shown_config,
+    tokens_per_second,
 )
 from braid.dashboards.timeline_view import Durations, predicted_durations, step_columns
 from braid.dashboards.trace_folder import TraceFolder
@@ -130,7 +131,10 @@ class RunData:
         for line in steps:
             if isinstance(line.get("step"), int):
                 self._rows.append(step_row(line))
-                self._visits = visits_of(line) or self._visits
+                experts = line.get("experts")
+                if isinstance(experts, dict) and experts.get("visits"):
+                    names = ("layers", "visits")
+                    self._visits = {"step": line["step"], **{name: experts.get(name) for name in names}}
         anew, ranks = self._ranks.refresh()
         if anew:
             self._rank_lines.clear()
@@ -205,14 +209,8 @@ def compact_json(content: Any) -> str:
 def step_row(line: Mapping[str, Any]) -> dict[str, Any]:
     """Return the numbers in a line of ``metrics.jsonl``; ``peak_bytes`` is the largest over the ranks."""
     row = {name: value for name, value in flat(line).items() if value is None or is_number(value)}
-    return {**row, "peak_bytes": max(numbers_in(line, "peak_bytes"), default=None)}
-
-
-def visits_of(line: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the visits of every expert by layer from a line of ``metrics.jsonl``; None if it has none."""
-    facts = flat(line)
-    visits, layers = facts.get("experts.visits"), facts.get("experts.layers")
-    return {"step": line["step"], "layers": layers, "visits": visits} if visits else None
+    peak_bytes = max(numbers_in(line, "peak_bytes"), default=None)
+    return {**row, "peak_bytes": peak_bytes, "tokens_per_second": tokens_per_second(line)}
 
 
 def _describe(directory: Path) -> _Described:

@@ -153,6 +153,12 @@ def flat(line: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def tokens_per_second(line: Mapping[str, Any]) -> float | None:
+    """Return the tokens of a step over the time since the end of the step before; None if it is not known."""
+    tokens, seconds = line.get("tokens"), line.get("wall_seconds") or line.get("seconds")
+    return tokens / seconds if is_number(tokens) and is_number(seconds) and seconds else None
+
+
 def is_number(value: object) -> bool:
     return isinstance(value, int | float)
 

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from braid.dashboards.run_files import flat, is_number, shown_config
+from braid.dashboards.run_files import flat, is_number, shown_config, tokens_per_second
 
 _PACKAGES: Final = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny"}
 _NO_CHARTS: Final = ("step", "time", "samples", "generation")
@@ -40,8 +40,7 @@ _AGAIN_SECONDS: Final = 1.0
 def scalars(line: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a line of ``metrics.jsonl``; numbers of a section are named ``SECTION/NAME``, a
     group of charts."""
-    seconds = line.get("wall_seconds") or line["seconds"]
-    fields = {**flat(line), "tokens_per_second": line["tokens"] / seconds if seconds else None}
+    fields = {**flat(line), "tokens_per_second": tokens_per_second(line)}
     numbers = {name.replace(".", "/"): value for name, value in fields.items() if is_number(value)}
     return {name: float(value) for name, value in numbers.items() if name not in _NO_CHARTS}
 

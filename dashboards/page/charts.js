@@ -20,7 +20,6 @@ export function runCharts(run) {
   const { columns } = run;
   const predicted = run.state?.predicted ?? {};
   const wall = columns.step.map((_, n) => columns.wall_seconds?.[n] || columns.seconds?.[n]);
-  const rate = columns.step.map((_, n) => (wall[n] > 0 ? columns.tokens?.[n] / wall[n] : null));
   const slowdown = columns.slowdown_seconds?.map((value) => (value === null ? null : Math.max(0, value)));
   const constant = (name) => (Number.isFinite(predicted[name]) ? columns.step.map(() => predicted[name]) : null);
   const sets = inSection(run, "validation_losses", "dots");
@@ -39,7 +38,7 @@ export function runCharts(run) {
     { title: "Loss, nats per token", write: fixed, lines: [["training", columns.loss, "blue"], ["validation", columns.validation_loss, "amber", "dots"]] },
     ...(sets.length ? [{ title: "Validation by set, nats per token", write: fixed, lines: sets }] : []),
     { title: "Validation, bits per byte", write: fixed, lines: [["bits per byte", columns.validation_bits_per_byte, "amber", "dots"]], none: "no validation yet, or the data set does not say what bytes its tokens stand for" },
-    { title: "Tokens per second", write: amount, zero: true, lines: [["", rate, "blue"]] },
+    { title: "Tokens per second", write: amount, zero: true, lines: [["", columns.tokens_per_second, "blue"]] },
     { title: "MFU", write: share, zero: true, lines: [["", columns.mfu, "blue"]], none: "not known: set cluster.peak_tflops" },
     { title: "Memory, fullest rank", write: bytes, zero: true, lines: [["peak", columns.peak_bytes, "blue"]] },
     { title: "Learning rate", write: precise, zero: true, lines: [["", columns.lr, "blue"]] },

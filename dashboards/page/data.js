@@ -119,11 +119,6 @@ export class Run extends EventTarget {
     return this._steps.get(keyOf(step, rank));
   }
 
-  /** Return the steps for which some ranks' columns are loaded, in order. */
-  heldSteps() {
-    return [...new Set([...this._steps.keys()].map((key) => Number(key.split(":")[0])))].sort((a, b) => a - b);
-  }
-
   /** Return columns like `held`; request them if they are not loaded. */
   step(step, rank) {
     const key = keyOf(step, rank);

@@ -16,7 +16,8 @@ export class Timeline {
     this.room = box.firstElementChild;
     this.canvas = this.room.firstElementChild;
     this.chosen = null; // a step; null: follow the newest
-    this.drawn = null; // the newest completely loaded step, drawn until the next one is loaded
+    this.drawn = null; // a completely loaded step, drawn until the next one is loaded
+    this.next = null; // the step that is being loaded
     this.count = 1;
     this.scale = 1; // how many times as wide as the window a step is drawn
     this.whole = null; // nanoseconds that are drawn
@@ -52,7 +53,7 @@ export class Timeline {
     const [first, last] = [this.run.traced[0], this.run.traced.at(-1)];
     if (last === undefined) return;
     this.chosen = step === null || step > last ? null : Math.max(first, step);
-    this.picked = null;
+    this.picked = this.next = null;
     this.stepChanged();
     this.redraw();
   }
@@ -112,14 +113,15 @@ export class Timeline {
     return whole;
   }
 
-  /** Select the newest completely loaded step; try later ones first, as steps may arrive faster than columns. */
+  /** Draw a step once it is completely loaded, and only then ask for a newer one: steps may come faster than columns. */
   _advance(ranks) {
-    if (this._isWhole(this.step, ranks)) this.drawn = this.step;
-    else if (this.chosen === null && this.drawn !== null) {
-      const newer = this.run.heldSteps().filter((step) => step > this.drawn && step < this.step);
-      this.drawn = newer.findLast((step) => this._isWhole(step, ranks)) ?? this.drawn;
+    if (!(this.next >= this.run.traced[0] && this.next <= this.step)) this.next = this.step;
+    if (this._isWhole(this.next, ranks)) {
+      this.drawn = this.next;
+      this.next = this.step;
+      this._isWhole(this.next, ranks);
     }
-    if (this.drawn !== null && (this.drawn > this.step || this.drawn < this.run.traced[0])) this.drawn = null;
+    if (this.drawn > this.step || this.drawn < this.run.traced[0]) this.drawn = null;
   }
 
   /** Return the steps in view with the nanoseconds at which they begin; the first one is at 0. */
