@@ -13,7 +13,7 @@ from braid.scheduling.schedule.operations import Barrier, PassKind
 from braid.scheduling.schedule.text import parse
 from braid.scheduling.trace.stragglers import LAST
 from tests.dashboards.lines import lines_of
-from tests.dashboards.made_up_runs import LATE, MadeUpRun, made_up
+from tests.dashboards.made_up_runs import MadeUpRun, made_up
 from tests.spans import communication_of, read_folder, spans_of
 
 
@@ -100,20 +100,6 @@ def test_timeline_numbers_are_those_of_the_trace(finished: Path) -> None:
             names = [content["labels"][label]["operator"] for label in row["spans"]["label"]]
             shown = zip(names, row["spans"]["start"], row["spans"]["end"], strict=True)
             assert sorted(shown) == sorted((s.operator, s.start_ns, s.end_ns) for s in own)
-
-
-def test_time_in_which_a_peer_is_waited_for_is_told_apart(tmp_path: Path) -> None:
-    """It is shown where nothing runs, with the peer and the operator."""
-    run = made_up(tmp_path / "run", 2, 2, late=1)
-    content = told(read(run.path), 2)
-    waits, none = (row["waits"] for row in content["ranks"])
-    assert (waits["peer"], none["peer"]) == ([1], [])
-    assert content["labels"][waits["label"][0]]["stream"] == "intra"
-    line = lines_of(run.path / "ranks.jsonl")[-1]
-    waited = waits["end"][0] - waits["start"][0]
-    assert waited == pytest.approx(line["waiting_seconds"][0] * 1e9)
-    ends = (end for row in content["ranks"] for end in row["spans"]["end"])
-    assert waited == pytest.approx(max(ends) * LATE, rel=0.05)
 
 
 def test_ends_are_marked_in_the_pairing(finished: Path) -> None:
