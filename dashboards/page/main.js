@@ -29,10 +29,8 @@ const summary = () => drawSummary(run);
 const plan = () => drawPlan(run);
 const log = () => drawLog(run);
 const charts = () => curves.draw();
-const experts = () => {
-  drawExperts(run);
-  if (hasExperts(run)) expertCurves.draw();
-};
+const mixture = () => hasExperts(run) && expertCurves.draw();
+const experts = () => drawExperts(run);
 const ranks = () => drawRanks(run, (rank) => {
   timeline.reveal(rank);
   byId("timeline").scrollIntoView({ block: "center" });
@@ -44,8 +42,8 @@ const spans = () => {
 
 const VIEWS = {
   connection: [header],
-  state: [header, summary, plan, ranks, spans, charts, experts],
-  metrics: [header, summary, charts, experts],
+  state: [header, summary, plan, ranks, spans, charts, experts, mixture],
+  metrics: [header, summary, charts, experts, mixture],
   events: [header, summary, charts, log],
   ranks: [ranks, summary, spans],
   trace: [spans],
@@ -53,7 +51,7 @@ const VIEWS = {
 };
 
 const curves = new Charts(byId("charts"), run, runCharts, () => redraw(charts));
-const expertCurves = new Charts(byId("expert-charts"), run, expertCharts, () => redraw(experts));
+const expertCurves = new Charts(byId("expert-charts"), run, expertCharts, () => redraw(mixture));
 const timeline = new Timeline(byId("timeline"), run, {
   redraw: () => redraw(spans),
   stepChanged: () => (byId("follow").checked = timeline.chosen === null),

@@ -121,10 +121,22 @@ function drawEffectiveness(found) {
 
 const times = (value) => (Number.isFinite(value) ? `${value.toFixed(value < 10 ? 2 : 1)} ×` : "–");
 
-/** Draw the visits of every expert, over the average of its layer. */
+let drawnVisits = null;
+
 export function drawExperts(run) {
   byId("experts-section").hidden = !hasExperts(run);
   if (!hasExperts(run) || !run.visits) return;
+  if (drawnVisits !== run.visits) drawVisits(run); // a map may have thousands of cells
+  drawnVisits = run.visits;
+  const now = (name) => run.columns[`experts.${name}`]?.at(-1) ?? null;
+  const facts = [`the fullest expert has ${times(now("imbalance"))} the average, in the worst layer ${times(now("worst_imbalance"))}`, `entropy ${percent(now("entropy"), 1)} of a balanced load's`];
+  if (now("rank_imbalance") !== null) facts.push(`the fullest rank has ${times(now("rank_imbalance"))} the average`);
+  if (now("dropped") !== null) facts.push(`${percent(now("dropped"), 1)} of visits dropped`);
+  byId("experts-read").textContent = `Step ${run.columns.step.at(-1)}: ${facts.join("; ")}; ${plural(now("unvisited") || "no", "expert")} without a visit.`;
+}
+
+/** Draw the visits of every expert, over the average of its layer. */
+function drawVisits(run) {
   const { visits, layers, step } = run.visits;
   const count = Math.max(...visits.map((row) => row.length));
   const ep = run.state?.config?.parallel?.ep;
@@ -143,11 +155,6 @@ export function drawExperts(run) {
   });
   byId("experts").replaceChildren(el("tr", {}, heading("layer"), ...numbers, heading("fullest")), ...rows);
   byId("experts-step").textContent = step;
-  const now = (name) => run.columns[`experts.${name}`]?.at(-1) ?? null;
-  const facts = [`the fullest expert has ${times(now("imbalance"))} the average, in the worst layer ${times(now("worst_imbalance"))}`, `entropy ${percent(now("entropy"), 1)} of a balanced load's`];
-  if (now("rank_imbalance") !== null) facts.push(`the fullest of ${ep} ranks has ${times(now("rank_imbalance"))} the average`);
-  if (now("dropped") !== null) facts.push(`${percent(now("dropped"), 1)} of visits dropped`);
-  byId("experts-read").textContent = `Step ${run.columns.step.at(-1)}: ${facts.join("; ")}; ${plural(now("unvisited") || "no", "expert")} without a visit.`;
 }
 
 export function drawLog({ events }) {
