@@ -37,10 +37,10 @@ def value(sink: PrometheusSink, name: str, **labels: str) -> float | None:
     return readings(sink).get((name, frozenset({"run": "demo", **labels}.items())))
 
 
-def exporter(config: dict[str, Any] = LAYOUT) -> tuple[Exporter, PrometheusSink]:
+def exporter() -> tuple[Exporter, PrometheusSink]:
     sink = PrometheusSink()
     target = Exporter(sink, "demo")
-    target.take("config.yaml", config)
+    target.take("config.yaml", LAYOUT)
     return target, sink
 
 
@@ -62,9 +62,8 @@ def test_every_metric_gets_a_value_from_complete_files() -> None:
 
 LINE = metrics_line(3, ranks=4)
 BY_RANK = [ranks_line(step, ranks=4) for step in (1, 2)]
-CASES: dict[str, tuple[dict[str, Any], list[tuple[str, dict[str, Any]]], dict[str, Any]]] = {
+CASES: dict[str, tuple[list[tuple[str, dict[str, Any]]], dict[str, Any]]] = {
     "a step": (
-        LAYOUT,
         [("metrics.jsonl", LINE), ("metrics.jsonl", {**LINE, "step": 4})],
         {
             "step": 4,
@@ -78,7 +77,6 @@ CASES: dict[str, tuple[dict[str, Any], list[tuple[str, dict[str, Any]]], dict[st
         },
     ),
     "ranks have the stages of the layout, and sums add up": (
-        LAYOUT,
         [("ranks.jsonl", line) for line in BY_RANK],
         {
             **{f"step_exposed_seconds {n // 2} {n}": BY_RANK[1]["exposed_seconds"][n] for n in range(4)},
@@ -86,17 +84,14 @@ CASES: dict[str, tuple[dict[str, Any], list[tuple[str, dict[str, Any]]], dict[st
         },
     ),
     "dropped spans are sums already, and begin anew with the rank": (
-        {},
         [("ranks.jsonl", {"dropped_spans": [dropped]}) for dropped in (5, 5, 8, 2)],
         {"dropped_spans_total 0 0": 5 + 0 + 3 + 2},
     ),
     "ranks that are gone lose their gauges": (
-        LAYOUT,
         [("ranks.jsonl", BY_RANK[0]), ("ranks.jsonl", ranks_line(2, ranks=2))],
         {"step_compute_seconds 0 1": 0.4, "step_compute_seconds 1 2": None, "step_compute_seconds 1 3": None},
     ),
     "missing and null fields leave no trace": (
-        LAYOUT,
         [
             ("metrics.jsonl", {"step": 1, "loss": 2.0, "mfu": None, "validation_bits_per_byte": None}),
             ("ranks.jsonl", {"step": 1, "slowdown_seconds": [None, 0.5], "seconds": "long"}),
@@ -110,7 +105,6 @@ CASES: dict[str, tuple[dict[str, Any], list[tuple[str, dict[str, Any]]], dict[st
         },
     ),
     "gauges show what is no number, and sums do not": (
-        {},
         [
             ("metrics.jsonl", {"loss": math.nan, "tokens": math.inf, "seconds": math.nan}),
             ("metrics.jsonl", {"loss": None, "tokens": 7}),  # JSON has no NaN
@@ -123,9 +117,8 @@ CASES: dict[str, tuple[dict[str, Any], list[tuple[str, dict[str, Any]]], dict[st
             "slowdown_seconds_total 0 0": 0,
         },
     ),
-    "events count from zero": ({}, [], {"restarts_total": 0, "running": None}),
+    "events count from zero": ([], {"restarts_total": 0, "running": None}),
     "events say whether the run goes on": (
-        {},
         [
             ("events.jsonl", {"kind": kind, "step": 2, "seconds": 1.5})
             for kind in ("started", "restarted", "straggler", "straggler", "saved")
@@ -141,7 +134,6 @@ CASES: dict[str, tuple[dict[str, Any], list[tuple[str, dict[str, Any]]], dict[st
         },
     ),
     "a failed run is over": (
-        {},
         [("events.jsonl", {"kind": kind}) for kind in ("started", "failed")],
         {"running": 0},
     ),
@@ -151,8 +143,8 @@ CASES: dict[str, tuple[dict[str, Any], list[tuple[str, dict[str, Any]]], dict[st
 @pytest.mark.parametrize("case", CASES)
 def test_what_lines_become(case: str) -> None:
     """Expected values by name without ``braid_``, followed by stage and rank, or by the name of a set."""
-    config, lines, expected = CASES[case]
-    target, sink = exporter(config)
+    lines, expected = CASES[case]
+    target, sink = exporter()
     for source, line in lines:
         target.take(source, line)
     for text, wanted in expected.items():
