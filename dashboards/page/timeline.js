@@ -151,16 +151,11 @@ export class Timeline {
   _surface() {
     const ratio = window.devicePixelRatio || 1;
     const [width, height] = [this.width, this.box.clientHeight];
-    if (this.canvas.width !== Math.round(width * ratio) || this.canvas.height !== Math.round(height * ratio)) {
-      this.canvas.width = Math.round(width * ratio);
-      this.canvas.height = Math.round(height * ratio);
-      Object.assign(this.canvas.style, { width: `${width}px`, height: `${height}px` });
-    }
-    const context = this.canvas.getContext("2d");
-    context.setTransform(ratio, 0, 0, ratio, 0, 0);
-    context.font = "11px system-ui, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif";
-    context.textBaseline = "middle";
-    this.context = context;
+    Object.assign(this.canvas, { width: width * ratio, height: height * ratio });
+    Object.assign(this.canvas.style, { width: `${width}px`, height: `${height}px` });
+    this.context = this.canvas.getContext("2d");
+    this.context.scale(ratio, ratio);
+    Object.assign(this.context, { font: "11px system-ui, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif", textBaseline: "middle" });
     this._box("card", 0, 0, width, height);
     return height;
   }
