@@ -88,9 +88,14 @@ export function tell(lines, x, y) {
   tip.style.top = `${Math.max(4, Math.min(y + 14, window.innerHeight - height - 4))}px`;
 }
 
-// A tip stays while an element is drawn anew, which a title of the browser's does not.
-document.addEventListener("pointermove", ({ target, clientX, clientY }) => {
-  tell(target.closest("[data-tip]")?.dataset.tip.split("\n"), clientX, clientY);
+let pointer = "";
+
+// A tip stays while an element is drawn anew, which a title of the browser's does not: browsers then tell of a pointer
+// that has not moved. A canvas knows by its function `lines` what it shows.
+document.addEventListener("pointermove", ({ target, clientX, clientY, offsetX, offsetY }) => {
+  if (pointer === `${clientX} ${clientY}`) return;
+  pointer = `${clientX} ${clientY}`;
+  tell(target.lines?.(offsetX, offsetY) ?? target.closest("[data-tip]")?.dataset.tip.split("\n"), clientX, clientY);
 });
 
 /** Return a cell's colours from amber (-1) over the card's colour (0) to blue (1), for any colour vision. */

@@ -24,11 +24,10 @@ export class Timeline {
     this.picked = null;
     box.addEventListener("scroll", redraw);
     box.addEventListener("wheel", (event) => this._wheel(event), { passive: false });
-    this.canvas.addEventListener("pointermove", (event) => {
-      event.stopPropagation();
-      const found = this.hit(event.offsetX, event.offsetY);
-      tell(found && this.describe(found), event.clientX, event.clientY);
-    });
+    this.canvas.lines = (x, y) => {
+      const found = this.hit(x, y);
+      return found && this.describe(found);
+    };
     this.recolour();
   }
 
@@ -61,6 +60,7 @@ export class Timeline {
   /** Show `count` steps, by default as many as before, from begin to end. */
   show(count = this.count) {
     Object.assign(this, { count, scale: 1 });
+    this._fit();
     this.redraw();
   }
 
