@@ -14,10 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from braid.dashboards.run_data import RunData, step_row
-from braid.dashboards.run_files import PAGE_ADDRESS, GrowingLines, is_under_way, read_parsed, shown_config
+from braid.dashboards.run_files import (
+    PAGE_ADDRESS,
+    GrowingLines,
+    is_under_way,
+    read_mapping,
+    read_parsed,
+    shown_config,
+)
 from braid.dashboards.timeline_picture import timeline_svg
 from braid.dashboards.trace_folder import TraceFolder
-from braid.scheduling.text.yaml_text import parse_yaml
 from braid.scheduling.trace.batches import Batch, begin_of
 from braid.scheduling.trace.numbers import numbers_of_records
 from braid.scheduling.trace.spans import DIRECTIONS, KINDS, STRANDS
@@ -38,9 +44,7 @@ class Run:
     @cached_property
     def config(self) -> Mapping[str, Any]:
         """The configuration, with all defaults; of ``cluster.env`` the names alone."""
-        text = "config.yaml"
-        found = read_parsed(self.directory / text, lambda content: parse_yaml(content, text))
-        return shown_config(found) if isinstance(found, dict) else {}
+        return shown_config(read_mapping(self.directory / "config.yaml"))
 
     @property
     def report(self) -> Mapping[str, Any] | None:
@@ -56,9 +60,6 @@ class Run:
     def steps(self) -> "DataFrame":
         """Return one row per step, by ``step``, which counts from 1."""
         rows = [step_row(line) for line in self._lines("metrics.jsonl")]
-        for row in rows:
-            seconds = row.get("wall_seconds") or row.get("seconds")
-            row["tokens_per_second"] = row["tokens"] / seconds if seconds else None
         return _frame(rows, ["step", "loss", "grad_norm", "lr", "seconds", "tokens"]).set_index("step")
 
     def validations(self) -> "DataFrame":

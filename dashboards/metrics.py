@@ -4,8 +4,8 @@ The metrics are defined in ``metrics.yaml``. `PrometheusSink` keeps readings unt
 `RaySink` passes them to Ray's metrics agents.
 """
 
-import contextlib
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from braid.dashboards.run_files import flat
+from braid.dashboards.run_files import flat, tokens_per_second
 from braid.scheduling.text.yaml_text import parse_yaml
 
 STEP_BUCKETS: Final = tuple(round(10 ** (power / 5), 4) for power in range(-10, 13))
@@ -71,10 +71,9 @@ class PrometheusSink:
         """Take a gauge's value, a counter's increment (0 creates it), or a histogram's next value."""
         getattr(self._metrics[metric.name].labels(*labels), _METHODS[metric.kind])(value)
 
-    def forget(self, metric: Metric, labels: tuple[str, ...]) -> None:
-        """Remove a gauge's value, if it has one, because its rank is gone."""
-        with contextlib.suppress(KeyError):
-            self._metrics[metric.name].remove(*labels)
+    def clear(self, metric: Metric) -> None:
+        """Remove all values of a gauge, as some of its ranks may be gone."""
+        self._metrics[metric.name].clear()
 
 
 class RaySink:
@@ -91,25 +90,26 @@ class RaySink:
             metric.name: makers[metric.kind](metric.name, metric.help, tag_keys=metric.labels)
             for metric in METRICS.values()
         }
-        self._gauges: dict[tuple[Metric, tuple[str, ...]], float] = {}
+        self._gauges: dict[Metric, dict[tuple[str, ...], float]] = defaultdict(dict)
 
     def tell(self, metric: Metric, labels: tuple[str, ...], value: float) -> None:
         """Take a value like `PrometheusSink.tell`; Ray refuses 0 for a counter, which appears with its first
         increment."""
         if metric.kind == "gauge":
-            self._gauges[metric, labels] = value
+            self._gauges[metric][labels] = value
         if metric.kind != "counter" or value > 0:
             tags = dict(zip(metric.labels, labels, strict=True))
             getattr(self._metrics[metric.name], _METHODS[metric.kind])(value, tags=tags)
 
-    def forget(self, metric: Metric, labels: tuple[str, ...]) -> None:
-        """Forget a gauge's value; Ray drops it two report intervals later."""
-        self._gauges.pop((metric, labels), None)
+    def clear(self, metric: Metric) -> None:
+        """Forget all values of a gauge; Ray drops them two report intervals later."""
+        self._gauges[metric] = {}
 
     def refresh(self) -> None:
         """Send all gauges again: Ray (2.60) drops a gauge that is silent for two report intervals, 20 s."""
-        for (metric, labels), value in list(self._gauges.items()):
-            self.tell(metric, labels, value)
+        for metric, values in self._gauges.items():
+            for labels, value in list(values.items()):
+                self.tell(metric, labels, value)
 
 
 class Exporter:
@@ -120,8 +120,6 @@ class Exporter:
         self._ranks_of_a_stage = 1
         self._sums: dict[tuple[str, int], float] = {}
         """Last values of cumulative fields, by metric and rank."""
-        self._places: dict[str, list[tuple[str, str]]] = {}
-        """Stages and ranks for which a gauge last had values, by metric."""
         for metric in METRICS.values():
             if metric.source == "events.jsonl" and metric.kind == "counter":
                 sink.tell(metric, (run,), 0)  # else the first event would raise no alert
@@ -129,14 +127,13 @@ class Exporter:
     def take(self, source: str, line: Mapping[str, Any]) -> None:
         """Process the next line of a run's file, or the whole content of ``predicted.json`` or
         ``config.yaml``."""
-        kind, tokens, values = line.get("kind"), line.get("tokens"), flat(line)
+        kind, values = line.get("kind"), flat(line)
+        values["tokens / wall_seconds"] = tokens_per_second(line)
         if source == "config.yaml":  # its degrees give ranks their stages
             degrees = [(line.get("parallel") or {}).get(axis) for axis in ("dp", "tp", "cp")]
             self._ranks_of_a_stage = math.prod(degree for degree in degrees if isinstance(degree, int))
         elif kind in ("started", "finished", "failed"):
             values["kind"] = int(kind == "started")
-        elif _finite(tokens) and (seconds := line.get("wall_seconds") or line.get("seconds")):
-            values["tokens / wall_seconds"] = tokens / seconds
         for metric in METRICS.values():
             if metric.source != source or metric.event not in ("", kind):
                 continue
@@ -152,18 +149,15 @@ class Exporter:
                 self._tell_ranks(metric, value)
 
     def _tell_ranks(self, metric: Metric, values: Sequence[Any]) -> None:
-        # ranks are numbered through a stage before the next one
-        places = [(str(rank // self._ranks_of_a_stage), str(rank)) for rank in range(len(values))]
         if metric.kind == "gauge":
-            for place in set(self._places.get(metric.name, ())) - set(places):
-                self._sink.forget(metric, (self._run, *place))
-            self._places[metric.name] = places
-        for rank, (place, value) in enumerate(zip(places, values, strict=True)):
+            self._sink.clear(metric)
+        for rank, value in enumerate(values):
             if metric.cumulative and _finite(value):
                 before = self._sums.get((metric.name, rank), 0.0)
                 self._sums[metric.name, rank] = value
                 value -= before if value >= before else 0  # a rank that was restarted counts from 0 again
-            self._tell(metric, value, place)
+            # Ranks are numbered through a stage before the next one.
+            self._tell(metric, value, (str(rank // self._ranks_of_a_stage), str(rank)))
 
     def _tell(self, metric: Metric, value: Any, place: tuple[str, ...] = ()) -> None:
         """Pass on a number; NaN and infinities only to gauges, as a sum would never recover from them."""

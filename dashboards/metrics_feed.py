@@ -15,8 +15,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from braid.dashboards.metrics import Exporter, PrometheusSink, RaySink
-from braid.dashboards.run_files import GrowingLines, file_facts, objects, read_parsed
-from braid.scheduling.text.yaml_text import parse_yaml
+from braid.dashboards.run_files import GrowingLines, file_facts, objects, read_mapping
 
 
 class MetricsFeed:
@@ -31,7 +30,10 @@ class MetricsFeed:
         """Lines found at the first reading, with a ``time`` up to ``since`` (Unix time in seconds), are
         history and are not passed on."""
         self._run, self._since = run, since
-        self._exporter = Exporter(sink, str(_mapping(run / "config.yaml").get("name", run.name)))
+        name = run.name
+        with contextlib.suppress(ValueError):
+            name = str(read_mapping(run / "config.yaml").get("name", name))
+        self._exporter = Exporter(sink, name)
         self._facts: dict[str, tuple[int, int, int] | None] = {}
         self._files = [GrowingLines(run / f"{name}.jsonl") for name in ("events", "metrics", "ranks")]
         self._seen: set[int] = set()
@@ -42,7 +44,8 @@ class MetricsFeed:
         for path in (self._run / "config.yaml", self._run / "predicted.json"):
             if (facts := file_facts(path)) != self._facts.get(path.name):
                 self._facts[path.name] = facts
-                self._exporter.take(path.name, _mapping(path))
+                with contextlib.suppress(ValueError):
+                    self._exporter.take(path.name, read_mapping(path))
         for file in self._files:
             for batch in file.batches():
                 for line in objects(self._new(file.path.name, batch)):
@@ -99,12 +102,3 @@ def told_to_ray(run: Path, module: Any, every_s: float = 5.0) -> Iterator[None]:
         over.set()
         thread.join()
         feed.refresh()
-
-
-def _mapping(path: Path) -> dict[str, Any]:
-    """Read the mapping in a YAML or JSON file; an empty one if there is none."""
-    try:
-        content = read_parsed(path, lambda text: parse_yaml(text, path.name))
-    except ValueError:
-        return {}
-    return content if isinstance(content, dict) else {}

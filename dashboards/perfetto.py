@@ -1,8 +1,8 @@
 """Converts spans, measured or simulated, to a trace for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
 Each rank is a process, with a lane for compute, one for each link, and one for waiting until a peer, too, has
-issued a collective. Strands differ in colour; blocks are shown above the operators that they contain; arrows
-lead from a message between stages to the block that needs it.
+issued a collective. A span's category is its strand and direction; blocks are shown above the operators that
+they contain; arrows lead from a message between stages to the block that needs it.
 """
 
 from collections import defaultdict
@@ -18,13 +18,6 @@ _NAMES: Final = ("blocks", "compute", "intra-node", "inter-node", "waiting for a
 """Names of the lanes of a rank, by lane number."""
 _LANES: Final = {"block": 0, "paired block": 0, "waiting": 4}
 _STREAMS: Final = {Stream.COMPUTE: 1, Stream.INTRA: 2, Stream.INTER: 3}
-_COLOURS: Final = {
-    ("alpha", "forward"): "thread_state_running",
-    ("alpha", "backward"): "thread_state_iowait",
-    ("beta", "forward"): "rail_animation",
-    ("beta", "backward"): "rail_load",
-}
-"""Colours from Chrome's palette; the format allows only their names."""
 _Key = tuple[int, int, int, str]
 """Step, micro-batch, chunk and direction: identifies a block, whichever rank runs it."""
 _Event = dict[str, Any]
@@ -73,8 +66,6 @@ def _event(batch: Batch, record: Any, label: Label, begin: int) -> _Event:
     }
     if kind == "waiting":
         event["args"]["waits for rank"] = int(record["peer"])
-    if (strand, direction) in _COLOURS:
-        event["cname"] = _COLOURS[strand, direction]
     return event
 
 
@@ -83,7 +74,6 @@ def _names(rank: int) -> Iterator[_Event]:
     yield {"name": "process_sort_index", "ph": "M", "pid": rank, "args": {"sort_index": rank}}
     for lane, name in enumerate(_NAMES):
         yield {"name": "thread_name", "ph": "M", "pid": rank, "tid": lane, "args": {"name": name}}
-        yield {"name": "thread_sort_index", "ph": "M", "pid": rank, "tid": lane, "args": {"sort_index": lane}}
 
 
 def _arrows(

@@ -7,7 +7,7 @@ server and no other file, and shows the last steps' timelines.
 import html
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from braid.dashboards.run_data import RANKS_AT_ONCE, RunData, compact_json
 
@@ -16,27 +16,20 @@ _MOST_RANKS: Final = 64
 """Numbers of last steps and of first ranks whose timelines are in the file."""
 
 _SCRIPT: Final = """
-const { answers, modules } = JSON.parse(document.getElementById("run").textContent);
+const { news, answers, modules } = JSON.parse(document.getElementById("run").textContent);
 
 // Answers the page's requests from this file.
 window.EventSource = class {
   constructor() {
     setTimeout(() => {
-      this.onopen?.({});
-      this.onmessage?.({ data: JSON.stringify(answers.news) });
+      this.onopen({});
+      this.onmessage({ data: JSON.stringify(news) });
     });
   }
-  close() {}
 };
 window.fetch = async (address) => {
-  const url = new URL(address, "http://report/");
-  const path = url.pathname.replace(/^\\/api\\//, "");
-  const query = url.searchParams;
-  let found = answers[path];
-  if (path === "ranks") found = answers.ranks[query.get("step") ?? "0"] ?? answers.ranks["0"];
-  if (path === "timeline") found = answers.timeline[`${query.get("step")}:${query.get("ranks") ?? 0}`];
-  if (found === undefined) return new Response(null, { status: 204 });
-  return new Response(JSON.stringify(found));
+  const known = address in answers;
+  return new Response(known ? JSON.stringify(answers[address]) : null, { status: known ? 200 : 204 });
 };
 
 // Every module gets an address of its own, after those that it imports.
@@ -54,45 +47,34 @@ def report_html(run: Path) -> str:
     data = RunData(run)
     data.check()
     news = data.refresh()
+    state = data.state()
+    traced = state["traced"][-_STEPS:]
+    answers = {
+        "api/state": state,
+        "api/metrics?after=0&epoch=0": data.metrics(0, 0),
+        "api/ranks": data.ranks(),
+        **{
+            f"api/timeline?step={step}&ranks={first}": body
+            for step in traced
+            for first in range(0, _MOST_RANKS, RANKS_AT_ONCE)
+            if (body := data.timeline(step, first)) is not None
+        },
+    }
     folder = files("braid.dashboards") / "page"
     page = {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir() if path.is_file()}
-    answers = _answers(data, news)
-    text = page["index.html"]
-    text = text.replace('<link rel="stylesheet" href="style.css">', f"<style>\n{page['style.css']}</style>")
-    modules = {name: body for name, body in page.items() if name.endswith(".js")}
-    inline = (
-        f'<script type="application/json" id="run">{_inside_html({"answers": answers, "modules": modules})}'
-        f'</script>\n<script type="module">{_SCRIPT}</script>\n</body>'
-    )
-    text = text.replace('<script type="module" src="main.js"></script>\n', "").replace("</body>", inline)
-    name = html.escape(str(answers["state"].get("name", run.name)))
-    return text.replace("<title>Braid</title>", f"<title>Braid: {name}</title>")
-
-
-def _answers(data: RunData, news: dict[str, Any]) -> dict[str, Any]:
-    """Return what the server would answer, by request."""
-    state = data.state()
-    traced: list[int] = state["traced"][-_STEPS:]
-    timelines = {}
-    for step in traced:
-        first = 0
-        while (body := data.timeline(step, first)) is not None and first < _MOST_RANKS:
-            timelines[f"{step}:{first}"] = body
-            first += RANKS_AT_ONCE
-    return {
+    content = {
         "news": {**news, "trace": [1, *traced[:1], *traced[-1:]]},
-        "state": {**state, "traced": traced},
-        "metrics": data.metrics(0, 0),
-        "ranks": {"0": data.ranks(None), **{str(step): data.ranks(step) for step in traced}},
-        "timeline": timelines,
+        "answers": answers,
+        "modules": {name: body for name, body in page.items() if name.endswith(".js")},
     }
-
-
-def _inside_html(content: Any) -> str:
-    """Return JSON that cannot end the HTML element around it."""
-    return (
-        compact_json(content)
-        .replace("<", "\\u003c")
-        .replace("\u2028", "\\u2028")
-        .replace("\u2029", "\\u2029")
-    )
+    inside = compact_json(content).replace("<", "\\u003c")  # JSON that cannot end the element around it
+    data_element = f'<script type="application/json" id="run">{inside}</script>'
+    text = page["index.html"]
+    for old, new in (
+        ('<link rel="stylesheet" href="style.css">', f"<style>\n{page['style.css']}</style>"),
+        ('<script type="module" src="main.js"></script>\n', ""),
+        ("</body>", f'{data_element}\n<script type="module">{_SCRIPT}</script>\n</body>'),
+        ("<title>Braid</title>", f"<title>Braid: {html.escape(state['name'])}</title>"),
+    ):
+        text = text.replace(old, new)
+    return text

@@ -23,8 +23,10 @@ from braid.dashboards.run_files import (
     flat,
     is_number,
     numbers_in,
+    read_mapping,
     read_parsed,
     shown_config,
+    tokens_per_second,
 )
 from braid.dashboards.timeline_view import Durations, predicted_durations, step_columns
 from braid.dashboards.trace_folder import TraceFolder
@@ -32,11 +34,10 @@ from braid.scheduling.cost.profile import parse_profile
 from braid.scheduling.mesh.layout import AXES, ParallelLayout
 from braid.scheduling.schedule.text import parse
 from braid.scheduling.text.json_text import finite
-from braid.scheduling.text.yaml_text import parse_yaml
 from braid.scheduling.trace.arrays import length
 from braid.scheduling.trace.batches import begin_of, read_batches
 from braid.scheduling.trace.numbers import phases
-from braid.scheduling.trace.stragglers import LAST, TIMES, stragglers
+from braid.scheduling.trace.stragglers import stragglers
 
 T = TypeVar("T")
 PREDICTED: Final = "trace/predicted.arrows"
@@ -130,7 +131,10 @@ class RunData:
         for line in steps:
             if isinstance(line.get("step"), int):
                 self._rows.append(step_row(line))
-                self._visits = visits_of(line) or self._visits
+                experts = line.get("experts")
+                if isinstance(experts, dict) and experts.get("visits"):
+                    names = ("layers", "visits")
+                    self._visits = {"step": line["step"], **{name: experts.get(name) for name in names}}
         anew, ranks = self._ranks.refresh()
         if anew:
             self._rank_lines.clear()
@@ -159,7 +163,7 @@ class RunData:
 
     def state(self) -> dict[str, Any]:
         """Return everything that does not change from step to step."""
-        return {**self._described.content, "version": self._version, "traced": self._traced()}
+        return {**self._described.content, "traced": self._traced()}
 
     def metrics(self, after: int, epoch: int) -> dict[str, Any]:
         """Return the numbers of all steps after ``after``; of all steps if the file began anew since
@@ -171,22 +175,20 @@ class RunData:
         events = self._event_lines[-1000:]
         return {"epoch": self._metrics.epoch, "anew": anew, "rows": rows, "visits": visits, "events": events}
 
-    def ranks(self, step: int | None) -> dict[str, Any]:
-        """Return all ranks' numbers of a step (None: the newest), which ranks are slow, and the mean seconds
-        of compute per step."""
+    def ranks(self) -> dict[str, Any]:
+        """Return all ranks' numbers of the newest step, which ranks are slow, and the mean seconds of compute
+        per step."""
         lines = list(self._rank_lines)
-        found = next((line for line in reversed(lines) if step is None or line["step"] == step), None)
-        layout, ranks = self._described.layout, len(numbers_in(found or {}, "seconds"))
+        newest = lines[-1] if lines else None
+        layout, ranks = self._described.layout, len(numbers_in(newest or {}, "seconds"))
         stages = [0] * ranks
         if layout is not None and layout.ranks == ranks:
             stages = [layout.coordinate(rank)["pp"] for rank in range(ranks)]
         computed = [numbers_in(line, "compute_seconds") for line in lines]
         means = {line["step"]: fmean(row) for line, row in zip(lines, computed, strict=True) if row}
         return {
-            "line": found,
-            "stages": stages,
+            "line": newest,
             "stragglers": [dict(vars(straggler)) for straggler in stragglers(computed, stages)],
-            "rule": {"times": TIMES, "steps": LAST},
             "compute": means,
         }
 
@@ -207,14 +209,8 @@ def compact_json(content: Any) -> str:
 def step_row(line: Mapping[str, Any]) -> dict[str, Any]:
     """Return the numbers in a line of ``metrics.jsonl``; ``peak_bytes`` is the largest over the ranks."""
     row = {name: value for name, value in flat(line).items() if value is None or is_number(value)}
-    return {**row, "peak_bytes": max(numbers_in(line, "peak_bytes"), default=None)}
-
-
-def visits_of(line: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the visits of every expert by layer from a line of ``metrics.jsonl``; None if it has none."""
-    facts = flat(line)
-    visits, layers = facts.get("experts.visits"), facts.get("experts.layers")
-    return {"step": line["step"], "layers": layers, "visits": visits} if visits else None
+    peak_bytes = max(numbers_in(line, "peak_bytes"), default=None)
+    return {**row, "peak_bytes": peak_bytes, "tokens_per_second": tokens_per_second(line)}
 
 
 def _describe(directory: Path) -> _Described:
@@ -228,11 +224,11 @@ def _describe(directory: Path) -> _Described:
             trouble.append(str(error))
             return None
 
-    def mapping(name: str, parse: Callable[[str], Any] = json.loads) -> dict[str, Any]:
-        content = finite(tried(read_parsed, name, parse))
+    def mapping(name: str) -> dict[str, Any]:
+        content = finite(tried(read_parsed, name, json.loads))
         return content if isinstance(content, dict) else {}
 
-    config = shown_config(mapping("config.yaml", lambda text: parse_yaml(text, "config.yaml")))
+    config = shown_config(finite(tried(read_mapping, "config.yaml") or {}))
     model, predicted, report = (mapping(f"{name}.json") for name in ("model", "predicted", "report"))
     schedule = tried(read_parsed, "schedule.txt", parse)
     profile = tried(read_parsed, "profile.json", lambda text: parse_profile(text, "profile.json"))

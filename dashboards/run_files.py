@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from braid.scheduling.text.json_text import finite
+from braid.scheduling.text.yaml_text import parse_yaml
 
 T = TypeVar("T")
 MOST_BYTES: Final = 64 << 20
@@ -61,6 +62,13 @@ def read_parsed(path: Path, parse: Callable[[str], T]) -> T | None:
         raise ValueError(f"{path.name} cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(str(error) if path.name in str(error) else f"{path.name}: {error}") from None
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Read the mapping in a YAML or JSON file; an empty one if there is no file, `ValueError` if it is
+    damaged."""
+    content = read_parsed(path, lambda text: parse_yaml(text, path.name))
+    return content if isinstance(content, dict) else {}
 
 
 def shown_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,6 +151,12 @@ def flat(line: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(section, Mapping):
             found |= {f"{name}.{inner}": value for inner, value in section.items()}
     return found
+
+
+def tokens_per_second(line: Mapping[str, Any]) -> float | None:
+    """Return the tokens of a step over the time since the end of the step before; None if it is not known."""
+    tokens, seconds = line.get("tokens"), line.get("wall_seconds") or line.get("seconds")
+    return tokens / seconds if is_number(tokens) and is_number(seconds) and seconds else None
 
 
 def is_number(value: object) -> bool:

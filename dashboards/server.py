@@ -32,28 +32,22 @@ MOST_PAGES: Final = 64
 SHORTEST_TOKEN: Final = 16
 
 _COOKIE: Final = "braid_session"
-_TYPES: Final = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-}
+_TYPES: Final = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+_POLICY: Final = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors"
+)
 _HEADERS: Final = {
-    "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    ),
+    "Content-Security-Policy": f"{_POLICY} 'none'",
     "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
 _FRAMED: Final = {
-    **{name: value for name, value in _HEADERS.items() if name != "X-Frame-Options"},
-    "Content-Security-Policy": _HEADERS["Content-Security-Policy"].replace(
-        "frame-ancestors 'none'", "frame-ancestors http://127.0.0.1:* http://localhost:*"
-    ),
+    **_HEADERS,
+    "Content-Security-Policy": f"{_POLICY} http://127.0.0.1:* http://localhost:*",
 }
 """Headers of a page without a token: notebooks of this machine may show it in a frame."""
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -115,7 +109,7 @@ def make_app(
 
     async def page(request: web.Request) -> web.Response:
         body, kind = pages[request.path]
-        return web.Response(body=body, headers={"Content-Type": kind})
+        return web.Response(body=body, content_type=kind, charset="utf-8")
 
     handlers = {**dict.fromkeys(pages, page), **dict.fromkeys(_ANSWERS, _answer), "/api/events": _events}
     app.add_routes([web.get(path, handler, allow_head=False) for path, handler in handlers.items()])
@@ -215,7 +209,7 @@ def _number(request: web.Request, name: str, default: str = "0") -> int:
 _ANSWERS: Final[dict[str, Callable[[RunData, web.Request], Any]]] = {
     "/api/state": lambda data, asked: data.state(),
     "/api/metrics": lambda data, asked: data.metrics(_number(asked, "after"), _number(asked, "epoch")),
-    "/api/ranks": lambda data, asked: data.ranks(_number(asked, "step") or None),
+    "/api/ranks": lambda data, asked: data.ranks(),
     "/api/timeline": lambda data, asked: data.timeline(_number(asked, "step", ""), _number(asked, "ranks")),
 }
 """Functions that answer requests, by path; they return None if there is no content."""

@@ -8,7 +8,10 @@ from braid.dashboards.trace_folder import TraceFolder
 from braid.scheduling.mesh.cluster import Stream
 from braid.scheduling.trace.arrays import IntArray
 from braid.scheduling.trace.batches import Batch, apart, begin_of
-from braid.scheduling.trace.spans import DIRECTIONS, STRANDS, Interval, Span
+from braid.scheduling.trace.spans import DIRECTIONS, STRANDS, Span
+
+Interval = tuple[int, int]
+"""Start and end in nanoseconds, end excluded."""
 
 read_folder = TraceFolder.of_run
 

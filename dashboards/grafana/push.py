@@ -6,7 +6,7 @@ output contains the token.
 
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -58,19 +58,14 @@ class Server:
         fails.
         """
         source = None if prometheus_url is None else datasource(prometheus_url)
-        uid, new = self._folder(folder)
-        say(f"folder {folder!r}: {'created' if new else 'was there'}")
+        folders = self._ask("list folders", "GET", "/folders", kind=list) or ()
+        there = next((known for known in folders if known.get("title") == folder), None)
+        made = there or self._ask(f"create --folder={folder!r}", "POST", "/folders", {"title": folder})
+        say(f"folder {folder!r}: {'was there' if there else 'created'}")
         if source is not None:
             say(f"data source {source['name']!r}: {self._datasource(source)}")
         for content in all_dashboards():
-            say(f"dashboard {content['title']!r}: {self._dashboard(content, uid)}")
-
-    def _folder(self, title: str) -> tuple[str, bool]:
-        """Return the uid of the folder with a title, and whether it was just created."""
-        folders = self._ask("list folders", "GET", "/folders", kind=list) or ()
-        there = next((folder for folder in folders if folder.get("title") == title), None)
-        made = there or self._ask(f"create --folder={title!r}", "POST", "/folders", {"title": title})
-        return str(made.get("uid")), there is None
+            say(f"dashboard {content['title']!r}: {self._dashboard(content, str(made.get('uid')))}")
 
     def _datasource(self, source: Json) -> str:
         path = f"/datasources/uid/{source['uid']}"  # numeric ids are off in Grafana 13
@@ -88,8 +83,11 @@ class Server:
     def _dashboard(self, content: Json, folder: str) -> str:
         uid = content["uid"]
         there = self._ask(f"read dashboard {uid}", "GET", f"/dashboards/uid/{uid}")
-        if there is not None and _same(there, content, folder):
-            return "as it should be"
+        if there is not None:
+            of_server = {"id": None, "version": None}
+            known, place = there.get("dashboard") or {}, (there.get("meta") or {}).get("folderUid")
+            if place == folder and {**known, **of_server} == {**content, **of_server}:
+                return "as it should be"
         body = {"dashboard": content, "folderUid": folder, "overwrite": True, "message": "braid grafana push"}
         self._ask(f"write dashboard {uid}", "POST", "/dashboards/db", body)
         return "created" if there is None else "updated"
@@ -121,11 +119,3 @@ class Server:
     def _clean(self, message: object) -> str:
         """Return the beginning of a server's message, on one line, without the token."""
         return " ".join(str(message).replace(self._token, "***").split())[:200]
-
-
-def _same(there: Mapping[str, Any], content: Json, folder: str) -> bool:
-    """Return whether a dashboard already has this content and folder, apart from the server's id and
-    version."""
-    found, of_server = there.get("dashboard") or {}, {"id": None, "version": None}
-    in_folder = (there.get("meta") or {}).get("folderUid") == folder
-    return in_folder and {**found, **of_server} == {**content, **of_server}

@@ -1,244 +1,175 @@
-// Line charts over the steps: one canvas each, one crosshair for all, marks where the run changed.
+// Line charts over the steps, in SVG: one crosshair for all, whose step the captions tell; marks where the run changed.
 
-import { bytes, amount, el, hideTip, percent, seconds, showTip, stroke, surface, ticks, write } from "./dom.js";
-import { axesOf, namesIn } from "./summary.js";
-import { theme } from "./theme.js";
+import { amount, bytes, el, percent, seconds, svg, ticks } from "./dom.js";
+import { namesIn } from "./summary.js";
 
-const [LEFT, BOTTOM, TOP, HEIGHT] = [54, 18, 12, 150];
+const [WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM] = [430, 160, 54, 10, 16, 18];
+const MARKS = { restarted: "↻", resized: "⇔", failed: "✕", straggler: "⚠", guard: "!", waiting: "…", draining: "⏏", saved: "▾", "save-failed": "▿", rescued: "✚" };
+const COLOURS = ["blue", "amber", "violet", "hidden", "peer"];
 
-export const MARKS = { restarted: "↻", resized: "⇔", failed: "✕", straggler: "⚠", guard: "!", waiting: "…", draining: "⏏", saved: "▾", "save-failed": "▿", rescued: "✚", started: "", finished: "" };
+const fixed = (value) => (Number.isFinite(value) ? value.toFixed(3) : "–");
+const precise = (value) => (Number.isFinite(value) ? String(Number(value.toPrecision(3))) : "–");
+const share = (value) => percent(value, 1);
 
-const DASHES = { dash: [6, 4], dot: [2, 3], long: [10, 3], "dash-dot": [8, 3, 2, 3] };
-const STYLES = [undefined, "long", "dash-dot"]; // line styles for lines of a chart, beside their colours
+/** Return lines for the names in a section of the records. */
+const inSection = (run, section, style) =>
+  namesIn(run, section).map((name, n) => [name, run.columns[`${section}.${name}`], COLOURS[n % 5], style]);
 
-/** Specifications of the charts: name, formatter of a value, lines of [name, values, colour, style]. */
-export function specifications(run) {
+/** Return the charts of a run: title, formatter of a value, lines [name, values, colour in style.css, style]. */
+export function runCharts(run) {
   const { columns } = run;
-  const colours = theme.colours;
   const predicted = run.state?.predicted ?? {};
-  const hidden = columns.step.map((_, n) => minus(columns.communication_seconds?.[n], columns.exposed_seconds?.[n]));
   const wall = columns.step.map((_, n) => columns.wall_seconds?.[n] || columns.seconds?.[n]);
-  const sets = namesIn(run, "validation_losses");
-  const rate = columns.step.map((_, n) => (wall[n] > 0 ? columns.tokens?.[n] / wall[n] : null));
-  const constant = (value) => (typeof value === "number" ? columns.step.map(() => value) : null);
+  const slowdown = columns.slowdown_seconds?.map((value) => (value === null ? null : Math.max(0, value)));
+  const constant = (name) => (Number.isFinite(predicted[name]) ? columns.step.map(() => predicted[name]) : null);
+  const sets = inSection(run, "validation_losses", "dots");
   return [
-    { name: "Communication per step", write: seconds, zero: true, lines: [["waits (exposed)", columns.exposed_seconds, colours.hurt, "area"], ["hidden", hidden, colours.hidden, "area"], ["predicted to wait", constant(predicted.exposed_seconds), colours.hurt, "dash"]] },
-    { name: "Share of communication hidden", write: (v) => percent(v, 1), zero: true, top: 1, lines: [["hidden", columns.hidden_fraction, colours.hidden], ["predicted", constant(predicted.hidden_fraction), colours.hidden, "dash"]] },
-    { name: "Time of a step", write: seconds, zero: true, lines: [["measured", columns.seconds, colours.lines[0]], ["with what lies between steps", wall, colours.lines[1], "dot"], ["predicted", constant(predicted.step_seconds), colours.lines[0], "dash"], ["one strand, predicted", constant(predicted.serial_seconds), colours.quiet, "dot"]] },
-    { name: "What overlap costs, and idle time", write: seconds, zero: true, lines: [["slowdown", columns.slowdown_seconds?.map((one) => (one === null ? null : Math.max(0, one))), colours.lines[2]], ["launch gaps", columns.launch_gap_seconds, colours.lines[0]], ["bubbles", columns.bubble_seconds, colours.lines[1], "long"], ["waits for peers", columns.waiting_seconds, colours.peer]] },
-    { name: "Exposed, by axis", write: seconds, zero: true, lines: axesOf(run).map((axis, n) => [axis, columns[`exposed_by_axis.${axis}`], colours.lines[n % colours.lines.length], n ? STYLES[n % STYLES.length] : undefined]), none: "no transfers, or telemetry.spans is off" },
-    { name: "Loss", write: (v) => (v === null ? "–" : v.toFixed(3)), lines: [["loss, nats per token", columns.loss, colours.lines[0]], ["validation, nats per token", columns.validation_loss, colours.lines[1], "dots"]] },
-    ...(sets.length ? [{ name: "Validation by set, nats per token", write: (v) => (v === null ? "–" : v.toFixed(3)), lines: sets.map((set, n) => [set, columns[`validation_losses.${set}`], colours.lines[n % colours.lines.length], "dots"]) }] : []),
-    { name: "Validation, bits per byte", write: (v) => (v === null ? "–" : v.toFixed(3)), lines: [["bits per byte", columns.validation_bits_per_byte, colours.lines[1], "dots"]], none: "no validation yet, or the data set does not say what bytes its tokens stand for" },
-    { name: "Tokens per second", write: (v) => amount(v), zero: true, lines: [["tokens/s", rate, colours.lines[0]]] },
-    { name: "MFU", write: (v) => percent(v, 1), zero: true, lines: [["MFU", columns.mfu, colours.lines[0]]], none: "not known: set cluster.peak_tflops" },
-    { name: "Memory, fullest rank", write: bytes, zero: true, lines: [["peak", columns.peak_bytes, colours.lines[0]]] },
-    { name: "Learning rate", write: rateText, zero: true, lines: [["learning rate", columns.lr, colours.lines[0]]] },
-    { name: "Gradient norm", write: (v) => amount(v), zero: true, lines: [["gradient norm", columns.grad_norm, colours.lines[0]]] },
+    { title: "Communication per step", write: seconds, zero: true, lines: [
+      ["all; green: hidden", columns.communication_seconds, "hidden", "area"], ["waits (exposed)", columns.exposed_seconds, "hurt", "area"],
+      ["predicted to wait", constant("exposed_seconds"), "hurt", "dash"]] },
+    { title: "Share of communication hidden", write: share, zero: true, top: 1, lines: [["hidden", columns.hidden_fraction, "hidden"], ["predicted", constant("hidden_fraction"), "hidden", "dash"]] },
+    { title: "Time of a step", write: seconds, zero: true, lines: [
+      ["measured", columns.seconds, "blue"], ["with what lies between steps", wall, "amber", "dot"],
+      ["predicted", constant("step_seconds"), "blue", "dash"], ["one strand, predicted", constant("serial_seconds"), "quiet", "dot"]] },
+    { title: "What overlap costs, and idle time", write: seconds, zero: true, lines: [
+      ["slowdown", slowdown, "violet"], ["launch gaps", columns.launch_gap_seconds, "blue"],
+      ["bubbles", columns.bubble_seconds, "amber"], ["waits for peers", columns.waiting_seconds, "peer"]] },
+    { title: "Exposed, by axis", write: seconds, zero: true, lines: inSection(run, "exposed_by_axis"), none: "no transfers, or telemetry.spans is off" },
+    { title: "Loss, nats per token", write: fixed, lines: [["training", columns.loss, "blue"], ["validation", columns.validation_loss, "amber", "dots"]] },
+    ...(sets.length ? [{ title: "Validation by set, nats per token", write: fixed, lines: sets }] : []),
+    { title: "Validation, bits per byte", write: fixed, lines: [["bits per byte", columns.validation_bits_per_byte, "amber", "dots"]], none: "no validation yet, or the data set does not say what bytes its tokens stand for" },
+    { title: "Tokens per second", write: amount, zero: true, lines: [["", columns.tokens_per_second, "blue"]] },
+    { title: "MFU", write: share, zero: true, lines: [["", columns.mfu, "blue"]], none: "not known: set cluster.peak_tflops" },
+    { title: "Memory, fullest rank", write: bytes, zero: true, lines: [["peak", columns.peak_bytes, "blue"]] },
+    { title: "Learning rate", write: precise, zero: true, lines: [["", columns.lr, "blue"]] },
+    { title: "Gradient norm", write: precise, zero: true, lines: [["", columns.grad_norm, "blue"]] },
   ];
 }
 
-const rateText = (value) => (typeof value === "number" ? value.toPrecision(3).replace(/\.?0+(?=e|$)/, "") : "–");
-const minus = (a, b) => (typeof a === "number" && typeof b === "number" ? a - b : null);
+export const hasExperts = (run) => Array.isArray(run.columns["experts.imbalance"]);
+
+/** Return the charts of a mixture of experts. */
+export function expertCharts(run) {
+  const column = (name) => run.columns[`experts.${name}`];
+  const times = (value) => (Number.isFinite(value) ? `${value.toFixed(value < 10 ? 2 : 1)} ×` : "–");
+  const layers = (name) => [["mean over layers", column(name), "blue"], ["worst layer", column(`worst_${name}`), "amber"]];
+  return [
+    { title: "Fullest expert over the average", write: times, lines: [...layers("imbalance"), ["fullest rank", column("rank_imbalance"), "violet"]] },
+    { title: "Entropy of the load; balanced: 100 %", write: share, lines: layers("entropy") },
+    { title: "Visits dropped", write: share, zero: true, lines: layers("dropped"), none: "no capacity is set" },
+    { title: "Auxiliary losses per token, not in the loss", write: precise, zero: true, lines: [["balance", column("balance_loss"), "hidden"], ["z", column("z_loss"), "violet"]], none: "the model has none" },
+  ];
+}
 
 export class Charts {
-  /** `specify`: returns the specifications of a run's charts. */
-  constructor(box, run, redraw, specify = specifications) {
-    Object.assign(this, { box, run, redraw, specify });
+  constructor(box, run, specify, redraw) {
+    Object.assign(this, { box, run, specify });
     this.cursor = null; // index of a step
-    this.figures = [];
-  }
-
-  draw() {
-    const found = this.specify(this.run);
-    if (this.figures.length !== found.length) this._build(found);
-    found.forEach((chart, place) => this._draw(chart, this.figures[place]));
-  }
-
-  _build(found) {
-    this.box.replaceChildren();
-    this.figures = found.map((chart, place) => {
-      const now = el("output");
-      const canvas = el("canvas", { role: "img", tabindex: 0, "aria-label": `${chart.name} over the steps; arrow keys read values` });
-      const figure = el("figure", {}, el("figcaption", {}, el("b", { text: chart.name }), now), canvas);
-      canvas.addEventListener("pointermove", (event) => this._hover(canvas, event, place));
-      canvas.addEventListener("pointerleave", () => this._leave());
-      canvas.addEventListener("keydown", (event) => this._key(event, place));
-      this.box.append(figure);
-      return { canvas, now };
+    const move = (cursor) => {
+      this.cursor = cursor;
+      redraw();
+    };
+    box.addEventListener("pointermove", (event) => {
+      const { left, width } = event.target.closest("svg")?.getBoundingClientRect() ?? {};
+      const { step } = this.run.columns;
+      if (!width || !step.length) return;
+      const x = (((event.clientX - left) / width) * WIDTH - LEFT) / (WIDTH - LEFT - RIGHT);
+      const wanted = step[0] + x * (step.at(-1) - step[0]);
+      move(step.reduce((best, at, n) => (Math.abs(at - wanted) < Math.abs(step[best] - wanted) ? n : best), 0));
+    });
+    box.addEventListener("pointerleave", () => move(null));
+    box.addEventListener("keydown", (event) => {
+      const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+      const last = this.run.columns.step.length - 1;
+      if (!by || last < 0) return;
+      event.preventDefault();
+      move(Math.max(0, Math.min(last, (this.cursor ?? last + 1) + by)));
     });
   }
 
-  _leave() {
-    this.cursor = null;
-    hideTip();
-    this.redraw();
-  }
-
-  _hover(canvas, event, place) {
-    const steps = this.run.columns.step;
-    if (!steps.length) return;
-    const wide = canvas.clientWidth - LEFT - 8;
-    const wanted = steps[0] + ((event.offsetX - LEFT) / wide) * (steps.at(-1) - steps[0]);
-    this.cursor = steps.reduce((best, step, n) => (Math.abs(step - wanted) < Math.abs(steps[best] - wanted) ? n : best), 0);
-    const step = steps[this.cursor];
-    const marks = this.run.events.filter((one) => one.step === step && MARKS[one.kind] !== undefined).map((one) => [one.kind, one.text ?? ""]);
-    showTip(event.clientX, event.clientY, [`step ${step}`, ...this._told(place), ...marks]);
-    this.redraw();
-  }
-
-  /** Return names and values of a chart's lines at the cursor. */
-  _told(place) {
-    const chart = this.specify(this.run)[place];
-    return chart.lines.filter(([, values]) => typeof values?.[this.cursor] === "number").map(([name, values]) => [name, chart.write(values[this.cursor])]);
-  }
-
-  _key(event, place) {
-    const count = this.run.columns.step.length;
-    const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-    if (!by || !count) return;
-    event.preventDefault();
-    this.cursor = Math.max(0, Math.min(count - 1, (this.cursor ?? count) + by));
-    const values = this._told(place).map((row) => row.join(" ")).join(", ");
-    this.figures[place].canvas.setAttribute("aria-label", `${this.specify(this.run)[place].name}, step ${this.run.columns.step[this.cursor]}: ${values}`);
-    this.redraw();
-  }
-
-  _draw(chart, { canvas, now }) {
-    const colours = theme.colours;
-    const { context, width, height } = surface(canvas, HEIGHT);
-    const steps = this.run.columns.step;
-    const lines = chart.lines.filter(([, values]) => values?.some((value) => typeof value === "number"));
-    now.textContent = lines.length ? chart.write(newest(lines[0][1], this.cursor)) : "";
-    if (!steps.length || !lines.some(([, , , style]) => style !== "dash" && style !== "dot")) {
-      write(context, steps.length && chart.none ? chart.none : "nothing yet", 12, height / 2, colours.quiet);
-      return;
-    }
-    const frame = this._frame(chart, lines, width, height);
-    this._axes(context, chart, frame, width, height);
-    this._marks(context, frame, height);
-    const floor = new Float64Array(steps.length);
-    for (const [, values, colour, style] of lines) {
-      if (style === "area") area(context, frame, steps, values, floor, colour);
-      else if (style === "dots") dots(context, frame, steps, values, colour);
-      else line(context, frame, steps, values, colour, style);
-    }
-    if (this.cursor !== null && this.cursor < steps.length) {
-      context.fillStyle = colours.quiet;
-      context.fillRect(Math.round(frame.x(steps[this.cursor])), TOP, 1, height - TOP - BOTTOM);
-    }
-  }
-
-  _frame(chart, lines, width, height) {
-    const steps = this.run.columns.step;
-    let [low, high] = [Infinity, -Infinity];
-    const stacked = lines.filter(([, , , style]) => style === "area").map(([, values]) => values);
-    for (const [, values, , style] of lines) {
-      values.forEach((value, place) => {
-        if (typeof value !== "number") return;
-        const top = style === "area" ? stacked.reduce((sum, one) => sum + (one[place] ?? 0), 0) : value;
-        low = Math.min(low, value);
-        high = Math.max(high, top);
-      });
-    }
-    if (chart.zero) low = Math.min(0, low);
-    if (chart.top !== undefined) high = chart.top;
-    if (high - low < 1e-12) high = low + (Math.abs(low) * 0.1 || 1);
-    if (chart.top === undefined) high += (high - low) * 0.06;
-    if (!chart.zero) low -= (high - low) * 0.06;
-    const [first, last] = [steps[0], Math.max(steps.at(-1), steps[0] + 1)];
-    return {
-      low, high, first, last,
-      x: (step) => LEFT + ((step - first) / (last - first)) * (width - LEFT - 8),
-      y: (value) => height - BOTTOM - ((value - low) / (high - low)) * (height - BOTTOM - TOP),
-    };
-  }
-
-  _axes(context, chart, frame, width, height) {
-    const colours = theme.colours;
-    for (const value of ticks(frame.low, frame.high, 4)) {
-      const y = Math.round(frame.y(value)) + 0.5;
-      stroke(context, [LEFT, y], [width - 8, y], colours.line);
-      write(context, chart.write(value), LEFT - 5, y, colours.quiet, "right");
-    }
-    const whole = ticks(frame.first, frame.last, Math.max(2, width / 90)).filter((step) => Number.isInteger(step));
-    for (const step of whole) write(context, step, Math.min(width - 14, frame.x(step)), height - 7, colours.quiet, "center");
-  }
-
-  _marks(context, frame, height) {
-    const colours = theme.colours;
-    let taken = -Infinity; // right edge of the previous mark: simultaneous marks are drawn side by side
-    for (const event of this.run.events) {
-      const sign = MARKS[event.kind];
-      if (!sign || typeof event.step !== "number" || event.step < frame.first || event.step > frame.last) continue;
-      const x = Math.round(frame.x(event.step)) + 0.5;
-      const colour = event.kind === "failed" ? colours.hurt : colours.quiet;
-      taken = Math.abs(x - taken) < 11 ? taken + 11 : x;
-      write(context, sign, taken, TOP - 6, colour, "center");
-      if (event.kind === "saved") continue;
-      context.setLineDash([2, 3]);
-      stroke(context, [x, TOP], [x, height - BOTTOM], colour);
-      context.setLineDash([]);
-    }
+  draw() {
+    this.box.replaceChildren(...this.specify(this.run).map((chart) => draw(chart, this.run, this.cursor)));
   }
 }
 
-function newest(values, cursor) {
-  if (cursor !== null && typeof values[cursor] === "number") return values[cursor];
-  return values.findLast((value) => typeof value === "number") ?? null;
+function draw(chart, run, cursor) {
+  const { step } = run.columns;
+  const lines = chart.lines.filter(([, values]) => values?.some(Number.isFinite));
+  const told = lines.map(([name, values, colour, style = ""]) => {
+    const value = values[cursor] ?? values.findLast(Number.isFinite);
+    return el("span", {}, el("i", { class: style, style: { borderColor: `var(--${colour})` } }), name, el("output", { text: chart.write(value) }));
+  });
+  const caption = el("figcaption", {}, el("b", { text: chart.title }), ...told);
+  if (!lines.some(([, , , style]) => style !== "dash" && style !== "dot")) {
+    return el("figure", {}, caption, el("p", { class: "quiet", text: (step.length && chart.none) || "nothing yet" }));
+  }
+  const frame = frameOf(chart, lines, step);
+  const drawn = [...axes(chart, frame), ...marks(run.events, frame)];
+  for (const [, values, colour, style = ""] of lines) drawn.push(svg("path", { class: style, d: pathOf(values, step, frame, style), style: { stroke: `var(--${colour})`, color: `var(--${colour})` } }));
+  if (cursor !== null && cursor < step.length) drawn.push(svg("path", { class: "cursor", d: `M${frame.x(step[cursor])} ${TOP}V${HEIGHT - BOTTOM}` }));
+  return el("figure", {}, caption, svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": chart.title }, ...drawn));
 }
 
-/** Draw a line with gaps where there is no number, through the lowest and highest value of every pixel. */
-function line(context, frame, steps, values, colour, style) {
-  Object.assign(context, { strokeStyle: colour, fillStyle: colour, lineWidth: 1.8 });
-  context.setLineDash(DASHES[style] ?? []);
-  context.beginPath();
-  let [open, held, last] = [false, null, null];
-  const put = () => {
-    if (!held) return;
-    const [x, low, high] = held;
-    context[open ? "lineTo" : "moveTo"](x, low);
-    if (high !== low) context.lineTo(x, high);
-    [open, held] = [true, null];
+/** Return the ranges of a chart's axes, and functions from a step and a value to pixels. */
+function frameOf(chart, lines, step) {
+  let [low, high] = [chart.zero ? 0 : Infinity, -Infinity];
+  for (const value of lines.flatMap(([, values]) => values.filter(Number.isFinite))) {
+    low = Math.min(low, value);
+    high = Math.max(high, value);
+  }
+  const margin = (high - low) * 0.06 || Math.abs(low) * 0.1 || 1;
+  high = chart.top ?? high + margin;
+  if (!chart.zero) low -= margin;
+  const [first, last] = [step[0], Math.max(step.at(-1), step[0] + 1)];
+  return {
+    low, high, first, last,
+    x: (at) => LEFT + ((at - first) / (last - first)) * (WIDTH - LEFT - RIGHT),
+    y: (value) => HEIGHT - BOTTOM - ((value - low) / (high - low)) * (HEIGHT - BOTTOM - TOP),
   };
+}
+
+function axes(chart, { low, high, first, last, x, y }) {
+  const levels = ticks(low, high, 4);
+  const steps = ticks(first, last, 4).filter(Number.isInteger);
+  return [
+    svg("path", { class: "grid", d: levels.map((value) => `M${LEFT} ${y(value)}H${WIDTH - RIGHT}`).join("") }),
+    ...levels.map((value) => svg("text", { x: LEFT - 5, y: y(value) + 4, "text-anchor": "end", text: chart.write(value) })),
+    ...steps.map((at) => svg("text", { x: x(at), y: HEIGHT - 4, "text-anchor": "middle", text: at })),
+  ];
+}
+
+/** Mark the steps at which something happened to the run; marks of one place stand side by side. */
+function* marks(events, { first, last, x }) {
+  let taken = -Infinity;
+  for (const { kind, step, text = "" } of events) {
+    if (!(kind in MARKS) || !(step >= first && step <= last)) continue;
+    taken = Math.max(x(step), taken + 11);
+    const sign = svg("text", { x: taken, y: TOP - 4, "text-anchor": "middle", text: MARKS[kind] });
+    sign.append(svg("title", { text: `${kind} at step ${step} ${text}` }));
+    yield sign;
+    if (kind !== "saved") yield svg("path", { class: "cursor dot", d: `M${x(step)} ${TOP}V${HEIGHT - BOTTOM}` });
+  }
+}
+
+/** Return the path of a line, with gaps where there is no number; of the points of one pixel those suffice that lie
+ * above or below the former ones. */
+function pathOf(values, step, { x, y, low }, style) {
+  let path = "";
+  let [open, begin, pixel, least, most] = [false, 0, null, 0, 0];
+  const close = () => (open && style === "area" ? `V${y(low)}H${begin}Z` : "");
   values.forEach((value, n) => {
-    if (typeof value !== "number") {
-      put();
+    if (!Number.isFinite(value)) {
+      path += close();
       open = false;
       return;
     }
-    const [x, y] = last = [frame.x(steps[n]), frame.y(value)];
-    if (held && Math.floor(x) === Math.floor(held[0])) held = [held[0], Math.min(held[1], y), Math.max(held[2], y)];
-    else {
-      put();
-      held = [x, y, y];
-    }
+    const [left, top] = [x(step[n]), y(value)];
+    if (open && Math.floor(left) === pixel && top >= least && top <= most) return;
+    [least, most] = open && Math.floor(left) === pixel ? [Math.min(least, top), Math.max(most, top)] : [top, top];
+    pixel = Math.floor(left);
+    if (!open) begin = left.toFixed(1);
+    path += `${open && style !== "dots" ? "L" : "M"}${left.toFixed(1)} ${top.toFixed(1)}${style === "dots" ? "h0" : ""}`;
+    open = true;
   });
-  put();
-  context.stroke();
-  context.setLineDash([]);
-  context.lineWidth = 1;
-  if (last && !style) {
-    context.beginPath();
-    context.arc(...last, 2.4, 0, 7);
-    context.fill();
-  }
-}
-
-function dots(context, frame, steps, values, colour) {
-  values.forEach((value, n) => typeof value === "number" && write(context, "◆", frame.x(steps[n]), frame.y(value), colour, "center"));
-}
-
-/** Draw a band stacked on `floor`, and raise `floor` by the band's values. */
-function area(context, frame, steps, values, floor, colour) {
-  const tops = steps.map((_, n) => floor[n] + (values[n] ?? 0));
-  context.fillStyle = colour;
-  context.globalAlpha = 0.75;
-  context.beginPath();
-  steps.forEach((step, n) => context.lineTo(frame.x(step), frame.y(tops[n])));
-  for (let n = steps.length - 1; n >= 0; n -= 1) context.lineTo(frame.x(steps[n]), frame.y(floor[n]));
-  context.fill();
-  context.globalAlpha = 1;
-  floor.set(tops);
-  if (steps.length === 1) context.fillRect(frame.x(steps[0]), frame.y(tops[0]), 3, frame.y(0) - frame.y(tops[0]));
+  return path + close();
 }

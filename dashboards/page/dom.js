@@ -4,12 +4,11 @@ const SVG = "http://www.w3.org/2000/svg";
 
 export const byId = (id) => document.getElementById(id);
 
-function filled(node, attributes, children) {
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name === "text") node.textContent = String(value);
-    else if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
-    else if (value !== null && value !== undefined && value !== false) node.setAttribute(name, String(value));
-  }
+function filled(node, { text, style, onclick, ...attributes }, children) {
+  Object.assign(node.style, style);
+  if (onclick) node.addEventListener("click", onclick);
+  if (text !== undefined) node.textContent = text;
+  for (const [name, value] of Object.entries(attributes)) if (value !== undefined) node.setAttribute(name, value);
   node.append(...children);
   return node;
 }
@@ -17,90 +16,49 @@ function filled(node, attributes, children) {
 export const el = (tag, attributes = {}, ...children) => filled(document.createElement(tag), attributes, children);
 export const svg = (tag, attributes = {}, ...children) => filled(document.createElementNS(SVG, tag), attributes, children);
 
-/** Make a table of text cells; `head` may be empty. */
-export function table(head, rows) {
-  const lines = rows.map((row) => el("tr", {}, ...row.map((cell) => el("td", { text: cell }))));
-  const top = head.length ? [el("thead", {}, el("tr", {}, ...head.map((cell) => el("th", { scope: "col", text: cell }))))] : [];
-  return el("table", {}, ...top, el("tbody", {}, ...lines));
+const digits = (value) => value.toFixed(Math.abs(value) >= 99.95 ? 0 : Math.abs(value) >= 9.995 ? 1 : 2);
+
+/** Write a number in the first of some units, [least number, size, name], that it reaches. */
+function scaled(value, units, suffix = "") {
+  if (!Number.isFinite(value)) return "–";
+  const [, size, unit] = units.find(([least]) => Math.abs(value) >= least);
+  const number = size === 1 && Number.isInteger(value) ? value : digits(value / size);
+  return `${number} ${unit}${suffix}`.trimEnd();
 }
 
-const known = (value) => typeof value === "number" && Number.isFinite(value);
+const TIMES = [[120, 60, "min"], [0.9995, 1, "s"], [0.9995e-3, 1e-3, "ms"], [1e-12, 1e-6, "µs"], [0, 1, "s"]];
+const SIZES = [...["TiB", "GiB", "MiB", "KiB"].map((name, n) => [1024 ** (4 - n), 1024 ** (4 - n), name]), [0, 1, "B"]];
+const AMOUNTS = [[1e12, 1e12, "T"], [1e9, 1e9, "G"], [1e6, 1e6, "M"], [1e3, 1e3, "k"], [0, 1, ""]];
 
-const digits = (value) => (Math.abs(value) >= 99.95 ? value.toFixed(0) : Math.abs(value) >= 9.995 ? value.toFixed(1) : value.toFixed(2));
-
-export function seconds(value) {
-  if (!known(value)) return "–";
-  const size = Math.abs(value);
-  if (size >= 120) return `${digits(value / 60)} min`;
-  if (size >= 0.9995) return `${digits(value)} s`;
-  if (size >= 0.9995e-3) return `${digits(value * 1e3)} ms`;
-  return size === 0 ? "0 s" : `${digits(value * 1e6)} µs`;
-}
+export const seconds = (value) => scaled(value, TIMES);
+export const bytes = (value) => scaled(value, SIZES);
+export const amount = (value, unit) => scaled(value, AMOUNTS, unit);
+export const nanoseconds = (value) => seconds(value === null ? null : value / 1e9);
 
 /** Format lost time; a negative measured difference is noise, as in `scheduling/trace/figures.py`. */
-export const lost = (value) => (known(value) && value <= 0 ? "none that can be told" : seconds(value));
-export const nanoseconds = (value) => (known(value) ? seconds(value / 1e9) : "–");
-export const percent = (value, places = 0) => (known(value) ? `${(value * 100).toFixed(places).replace(/^-(?=[0.]*$)/, "")} %` : "–");
+export const lost = (value) => (value <= 0 ? "none that can be told" : seconds(value));
 
-export function amount(value, unit = "") {
-  if (!known(value)) return "–";
-  const steps = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
-  const step = steps.find(([size]) => Math.abs(value) >= size);
-  const space = unit || step ? " " : "";
-  if (step) return `${digits(value / step[0])}${space}${step[1]}${unit}`;
-  return `${Number.isInteger(value) ? value : digits(value)}${space}${unit}`;
+export function percent(value, places = 0) {
+  return Number.isFinite(value) ? `${(value * 100).toFixed(places).replace(/^-(?=[0.]*$)/, "")} %` : "–";
 }
 
-export function bytes(value) {
-  if (!known(value)) return "–";
-  const place = value < 1024 ? 0 : Math.min(4, Math.floor(Math.log2(value) / 10));
-  return `${place ? digits(value / 1024 ** place) : value} ${["B", "KiB", "MiB", "GiB", "TiB"][place]}`;
-}
-
-/** Format a duration in its two largest units of hours, minutes and seconds. */
+/** Format a duration in its two largest units. */
 export function duration(value) {
   const whole = Math.max(0, Math.round(value));
-  const parts = [[Math.floor(whole / 86400), "d"], [Math.floor(whole / 3600) % 24, "h"], [Math.floor(whole / 60) % 60, "min"], [whole % 60, "s"]];
-  const first = parts.findIndex(([count]) => count);
-  return (first < 0 ? [parts[3]] : parts.slice(first, first + 2)).map(([count, unit]) => `${count} ${unit}`).join(" ");
+  const parts = [[whole / 86400, "d"], [(whole / 3600) % 24, "h"], [(whole / 60) % 60, "min"], [whole % 60, "s"]];
+  const first = Math.min(3, parts.findIndex(([count], n) => n === 3 || count >= 1));
+  return parts.slice(first, first + 2).map(([count, unit]) => `${Math.floor(count)} ${unit}`).join(" ");
 }
+
+/** Make a box filled as a variable of style.css says. */
+export const filledBox = (fill, style, told, text) =>
+  el("span", { class: fill, "data-tip": told, text, style: { background: `var(--${fill})`, ...style } });
+
+export const plural = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
 
 export function mean(values) {
-  const found = values.filter(known);
-  return found.length ? found.reduce((sum, one) => sum + one, 0) / found.length : null;
-}
-
-/** Size a canvas to its box in device pixels; return its context in CSS pixels, with width and height. */
-export function surface(canvas, height) {
-  const ratio = window.devicePixelRatio || 1;
-  const width = Math.max(50, canvas.clientWidth);
-  if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
-    canvas.width = Math.round(width * ratio);
-    canvas.height = Math.round(height * ratio);
-    canvas.style.height = `${height}px`;
-  }
-  const context = canvas.getContext("2d");
-  context.setTransform(ratio, 0, 0, ratio, 0, 0);
-  context.clearRect(0, 0, width, height);
-  context.font = "11px system-ui, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif";
-  context.textBaseline = "middle";
-  return { context, width, height };
-}
-
-/** Write text on a canvas. */
-export function write(context, text, x, y, colour, align = "left") {
-  context.fillStyle = colour;
-  context.textAlign = align;
-  context.fillText(text, x, y);
-}
-
-/** Draw a straight line on a canvas. */
-export function stroke(context, [x, y], [toX, toY], colour) {
-  context.strokeStyle = colour;
-  context.beginPath();
-  context.moveTo(x, y);
-  context.lineTo(toX, toY);
-  context.stroke();
+  const known = values.filter(Number.isFinite);
+  return known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : null;
 }
 
 /** Return round numbers that divide a range into about `count` parts. */
@@ -108,38 +66,41 @@ export function ticks(low, high, count) {
   const raw = (high - low) / Math.max(1, count);
   if (!(raw > 0)) return [low];
   const power = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 5, 10].map((one) => one * power).find((one) => one >= raw);
-  const found = [];
-  for (let value = Math.ceil(low / step) * step; value <= high + step * 1e-9; value += step) found.push(Math.abs(value) < step * 1e-9 ? 0 : value);
-  return found;
+  const step = [1, 2, 5, 10].map((size) => size * power).find((size) => size >= raw);
+  const first = Math.ceil(low / step);
+  return Array.from({ length: Math.floor(high / step + 1e-9) - first + 1 }, (_, n) => (first + n) * step);
 }
 
-const tip = byId("tip");
-
-/** Show a tip beside a point of the screen: the first row is a title, others are [name, text] or text. */
-export function showTip(x, y, rows) {
-  const [title, ...rest] = rows;
-  const cells = rest.map((row) =>
-    Array.isArray(row) ? el("tr", {}, el("td", { text: row[0] }), el("td", { text: row[1] })) : el("tr", {}, el("td", { colspan: 2, text: row })));
-  tip.replaceChildren(el("b", { text: title }), el("table", {}, ...cells));
-  tip.hidden = false;
-  const box = tip.getBoundingClientRect();
-  const left = x + 16 + box.width > window.innerWidth ? Math.max(4, x - 16 - box.width) : x + 16;
-  const top = Math.min(Math.max(4, y + 14), Math.max(4, window.innerHeight - box.height - 4));
-  tip.style.left = `${left}px`;
-  tip.style.top = `${top}px`;
+/** Return a text, cut to the characters of 11 pixels that fit into a width; nothing if that is too narrow. */
+export function fitted(text, width) {
+  const most = Math.floor((width - 6) / 6);
+  return text.length <= most ? text : most < 3 ? "" : `${text.slice(0, most - 1)}…`;
 }
 
-export function hideTip() {
-  tip.hidden = true;
+/** Show lines of text beside a point of the window, the first as a title; without lines hide what was shown. */
+export function tell(lines, x, y) {
+  const tip = byId("tip");
+  tip.hidden = !lines;
+  if (!lines) return;
+  tip.textContent = lines.join("\n");
+  const { width, height } = tip.getBoundingClientRect();
+  tip.style.left = `${x + 16 + width > window.innerWidth ? Math.max(4, x - 16 - width) : x + 16}px`;
+  tip.style.top = `${Math.max(4, Math.min(y + 14, window.innerHeight - height - 4))}px`;
 }
 
-/** Show a tip with the rows that `tell` returns for the point under the pointer, if any. */
-export function hover(node, tell) {
-  node.addEventListener("pointermove", (event) => {
-    const rows = tell(event.offsetX, event.offsetY);
-    if (rows) showTip(event.clientX, event.clientY, rows);
-    else hideTip();
-  });
-  node.addEventListener("pointerleave", hideTip);
+let pointer = "";
+
+// A tip stays while an element is drawn anew, which a title of the browser's does not: browsers then tell of a pointer
+// that has not moved. A canvas knows by its function `lines` what it shows.
+document.addEventListener("pointermove", ({ target, clientX, clientY, offsetX, offsetY }) => {
+  if (pointer === `${clientX} ${clientY}`) return;
+  pointer = `${clientX} ${clientY}`;
+  tell(target.lines?.(offsetX, offsetY) ?? target.closest("[data-tip]")?.dataset.tip.split("\n"), clientX, clientY);
+});
+
+/** Return a cell's colours from amber (-1) over the card's colour (0) to blue (1), for any colour vision. */
+export function heat(value) {
+  const share = Math.max(-1, Math.min(1, value));
+  const background = `color-mix(in srgb, var(${share < 0 ? "--worse" : "--better"}) ${Math.abs(share) * 100}%, var(--card))`;
+  return { background, color: Math.abs(share) > 0.5 ? "#ffffff" : "" };
 }

@@ -1,106 +1,44 @@
-// Shows how each rank spent its time of one step, in a column per rank. 256 columns fit a laptop's screen.
+// The nodes, and on each node a column for every rank: how the rank spent its time of the newest step.
 
-import { byId, bytes, hover, seconds, surface, ticks, write } from "./dom.js";
-import { namedNumbers } from "./spans.js";
-import { parts } from "./summary.js";
-import { dotted, stripes, theme } from "./theme.js";
+import { byId, bytes, el, filledBox, plural, seconds } from "./dom.js";
+import { describeNumbers } from "./spans.js";
+import { partsOf } from "./summary.js";
 
-const [LEFT, HEIGHT, BOTTOM] = [54, 190, 20];
-
-/** Return the parts that add up to a rank's step, in the order of `paints`. */
-function partsOf(line, rank) {
-  const [step, compute, exposed, slowdown, waiting] = ["", "compute_", "exposed_", "slowdown_", "waiting_"].map((name) => line[`${name}seconds`]?.[rank] ?? 0);
-  const found = parts({ step, compute, exposed, slowdown, waiting });
-  return [found.computes, found.slow, found.waits, found.peers, found.idle];
+/** Draw the cluster; a click on a rank calls `reveal` with its number. */
+export function drawRanks(run, reveal) {
+  const { state } = run;
+  if (!state) return;
+  const { line, stragglers = [] } = run.ranks ?? {};
+  const slow = new Map(stragglers.map((straggler) => [straggler.rank, straggler]));
+  const longest = Math.max(...(line?.seconds ?? []), 1e-9);
+  const nodes = Map.groupBy(state.cluster.ranks.map((row, rank) => ({ ...row, rank })), ({ node }) => node);
+  const cards = [...nodes].map(([name, rows]) => {
+    const address = [...new Set(rows.map((row) => row.address).filter((text) => text && text !== name))].slice(0, 2).join(", ");
+    const most = Math.max(...rows.map(({ rank }) => line?.peak_bytes?.[rank] ?? 0));
+    const about = [address, plural(rows.length, "rank"), most && `fullest ${bytes(most)}`].filter(Boolean).join(" · ");
+    const columns = rows.map((row) => column(row, line, slow.get(row.rank), longest, () => reveal(row.rank)));
+    return el("div", { class: "node" }, el("b", { text: name }), el("small", { class: "quiet", text: about }), el("div", { class: "columns" }, ...columns));
+  });
+  const generation = run.columns.generation?.at(-1);
+  const facts = [plural(nodes.size, "node"), plural(state.cluster.ranks.length, "rank"), generation && `generation ${generation}`, state.cluster.launcher && `started by ${state.cluster.launcher}`, line && `full height: ${seconds(longest)}`];
+  byId("ranks-step").textContent = line?.step ?? "–";
+  byId("cluster").textContent = nodes.size ? facts.filter(Boolean).join(" · ") : "Not written down (cluster.json).";
+  byId("nodes").className = state.cluster.ranks.length > 64 ? "many" : "";
+  byId("nodes").replaceChildren(...cards);
+  byId("longest-wait").textContent = waitedMost(line);
 }
 
-export class Ranks {
-  constructor(canvas, run, { chosen, redraw }) {
-    Object.assign(this, { canvas, run, chosen, redraw });
-    this.line = null; // record of a chosen step; null: the newest step is shown
-    hover(canvas, (x) => this._tell(x));
-    canvas.addEventListener("click", (event) => {
-      const rank = this._rank(event.offsetX);
-      if (rank !== null) this.chosen(rank);
-    });
-  }
-
-  /** Show a chosen step, or the newest one (null). */
-  async choose(step) {
-    this.line = step === null ? null : (await this.run.ranksOf(step)).line;
-    this.redraw();
-  }
-
-  get shown() {
-    return this.line ?? this.run.ranks?.line ?? null;
-  }
-
-  _rank(x) {
-    const count = this.shown?.seconds?.length ?? 0;
-    const rank = Math.floor((x - LEFT) / this.each);
-    return x >= LEFT && rank >= 0 && rank < count ? rank : null;
-  }
-
-  draw() {
-    const line = this.shown;
-    const { context, width, height } = surface(this.canvas, line ? HEIGHT : 40);
-    const colours = theme.colours;
-    byId("ranks-step").textContent = line ? String(line.step) : "–";
-    if (!line?.seconds) return write(context, "No numbers by rank (ranks.jsonl) yet.", 12, 20, colours.quiet);
-    const count = line.seconds.length;
-    const most = Math.max(...line.seconds) * 1.05 || 1;
-    const y = (value) => height - BOTTOM - (value / most) * (height - BOTTOM - 8);
-    this.each = Math.min(150, (width - LEFT - 8) / count);
-    for (const value of ticks(0, most, 4)) {
-      write(context, seconds(value), LEFT - 5, y(value), colours.quiet, "right");
-      context.fillRect(LEFT, Math.round(y(value)), width - LEFT, 0.5);
-    }
-    const paints = [colours.compute, colours.slow, stripes(context), dotted(context), colours.idle];
-    const gap = this.each > 6 ? 2 : this.each > 3 ? 0.6 : 0;
-    paints.forEach((paint, kind) => {
-      context.fillStyle = paint;
-      for (let rank = 0; rank < count; rank += 1) {
-        const own = partsOf(line, rank);
-        const below = own.slice(0, kind).reduce((sum, one) => sum + one, 0);
-        const [top, bottom] = [y(below + own[kind]), y(below)];
-        if (bottom - top > 0.2) context.fillRect(LEFT + rank * this.each, top, Math.max(0.8, this.each - gap), bottom - top);
-      }
-    });
-    this._labels(context, count, height);
-  }
-
-  _labels(context, count, height) {
-    const colours = theme.colours;
-    const slow = new Map((this.run.ranks?.stragglers ?? []).map((one) => [one.rank, one]));
-    const every = Math.max(1, [1, 2, 4, 8, 16, 32, 64].find((one) => one * this.each > 24) ?? 128);
-    for (let rank = 0; rank < count; rank += 1) {
-      const x = LEFT + (rank + 0.5) * this.each;
-      if (slow.has(rank)) write(context, "⚠", x, 6, colours.hurt, "center");
-      else if (rank % every) continue;
-      write(context, rank, x, height - 9, slow.has(rank) ? colours.hurt : colours.quiet, "center");
-    }
-  }
-
-  _tell(x) {
-    const line = this.shown;
-    const rank = line ? this._rank(x) : null;
-    if (rank === null) return null;
-    const rows = [["step", seconds(line.seconds[rank])], ...namedNumbers((name) => line[`${name}_seconds`]?.[rank])];
-    for (const [peer, operator, waited] of line.waits_for?.[rank] ?? []) rows.push([`for rank ${peer} (${operator})`, seconds(waited)]);
-    const place = this.run.state?.cluster.ranks[rank];
-    if (place) rows.push(["node", place.node]);
-    if (typeof line.peak_bytes?.[rank] === "number") rows.push(["memory", bytes(line.peak_bytes[rank])]);
-    return [`rank ${rank}, step ${line.step}`, ...rows];
-  }
-}
-
-/** Say in one sentence which ranks delay the others; the rule is in `scheduling/trace/stragglers.py`. */
-export function drawStragglers(run) {
-  const { stragglers: slow = [], stages = [], rule } = run.ranks ?? {};
-  const named = slow.slice(0, 12).map((one) => `rank ${one.rank} (stage ${one.stage}, ${one.times.toFixed(2)} ×)`).join(", ");
-  const none = rule && `No stragglers: no rank has computed more than ${rule.times} times as long as the others of its stage throughout the last ${rule.steps} steps.`;
-  const text = slow.length ? `Stragglers over the last ${rule.steps} steps: ${named}.` : stages.length > 1 ? none : "";
-  byId("stragglers").textContent = [text, waitedMost(run.ranks?.line)].filter(Boolean).join(" ");
+function column({ rank, place, process }, line, slow, longest, onclick) {
+  const of = (name) => line?.[`${name}seconds`]?.[rank];
+  const where = [...Object.entries(place).map(([axis, at]) => `${axis} ${at}`), process && `process ${process}`].filter(Boolean).join(", ");
+  const lines = [`rank ${rank}: ${where}`, ...describeNumbers((name) => of(`${name}_`))];
+  if (line) lines.push(`step: ${seconds(of(""))}`, `memory: ${bytes(line.peak_bytes?.[rank])}`);
+  for (const [peer, operator, waited] of line?.waits_for?.[rank] ?? []) lines.push(`for rank ${peer} (${operator}): ${seconds(waited)}`);
+  if (slow) lines.push(`${slow.times.toFixed(2)} × the compute time of its stage's others`);
+  const [step, compute, exposed, slowdown, waiting] = ["", "compute_", "exposed_", "slowdown_", "waiting_"].map((name) => of(name) ?? 0);
+  const parts = partsOf({ step, compute, exposed, slowdown, waiting });
+  const boxes = parts.filter(([, value]) => value > 0).map(([look, value]) => filledBox(look, { height: `${(value / longest) * 100}%` }));
+  return el("button", { type: "button", class: slow ? "rank slow" : "rank", "data-tip": lines.join("\n"), onclick }, el("span", {}, ...boxes), slow ? `⚠ ${rank}` : rank);
 }
 
 /** Describe the longest wait for a peer in a step, over all ranks. */

@@ -3,13 +3,11 @@
 import { amount, bytes, lost, nanoseconds, percent, seconds } from "./dom.js";
 
 export const LANES = ["compute", "intra-node", "inter-node"];
-export const SHORT_LANES = ["comp.", "intra", "inter"];
 const DIRECTIONS = ["", "forward", "backward"];
 
-export const spoken = (rows) => rows.map((row) => (Array.isArray(row) ? row.join(" ") : row)).join(" · ");
-
-/** Find the shortest of some spans (indices in order of their begin) at a time, else one within a pixel of it. */
-export function spanAt({ start, end }, spans, time, slack) {
+/** Find the shortest of some spans (indices in order of their begin) at a time, else one within a pixel of it; null if
+ * there is none. */
+export function spanAt({ start, end }, time, slack, spans = start.keys()) {
   let best = null;
   for (const span of spans) {
     if (start[span] > time + slack) break;
@@ -18,12 +16,6 @@ export function spanAt({ start, end }, spans, time, slack) {
     if (best === null || score < best.score) best = { span, score };
   }
   return best === null ? null : best.span;
-}
-
-/** Return the index of the interval at a time; null if there is none. */
-export function intervalAt({ start, end }, time, slack) {
-  const place = start.findIndex((begin, n) => begin - slack <= time && time <= end[n] + slack);
-  return place < 0 ? null : place;
 }
 
 /** Describe an interval of a `kind`: "exposed" transfers, or "waits" for peers. */
@@ -49,33 +41,25 @@ export function describeSpan({ rank, data, span }) {
     `rank ${rank}`, LANES[facts.lane], data.strands[strand] && `strand ${data.strands[strand]}`, DIRECTIONS[direction],
     batch >= 0 && `micro-batch ${batch}`, chunk >= 0 && `chunk ${chunk}`, facts.layer >= 0 && `layer ${facts.layer}`,
   ];
-  const rows = [facts.operator, where.filter(Boolean).join(" · "), ["measured", nanoseconds(length)]];
+  const lines = [facts.operator, where.filter(Boolean).join(" · "), `measured: ${nanoseconds(length)}`];
   const beside = (other) => `${nanoseconds(other)} (measured: ${percent(Math.abs(length / other - 1))} ${length >= other ? "longer" : "shorter"})`;
-  if (facts.predicted_ns) rows.push(["predicted", beside(facts.predicted_ns)]);
-  if (facts.solo_ns) rows.push(["alone", beside(facts.solo_ns)]);
-  if (facts.shapes) rows.push(["shapes", facts.shapes]);
+  const rate = (count, unit) => amount(count / (length / 1e9), `${unit}/s`);
+  if (facts.predicted_ns) lines.push(`predicted: ${beside(facts.predicted_ns)}`);
+  if (facts.solo_ns) lines.push(`alone: ${beside(facts.solo_ns)}`);
+  if (facts.shapes) lines.push(`shapes: ${facts.shapes}`);
   if (facts.lane > 0) {
     const waits = exposedIn(own.exposed, start, end);
-    rows.push(["hidden", nanoseconds(length - waits)], ["exposed", nanoseconds(waits)]);
+    lines.push(`hidden: ${nanoseconds(length - waits)}`, `exposed: ${nanoseconds(waits)}`);
   }
-  if (facts.bytes) rows.push(["sent", `${bytes(facts.bytes)}, ${amount(facts.bytes / (length / 1e9), "B/s")}`]);
-  if (facts.flops) rows.push(["arithmetic", `${amount(facts.flops, "FLOP")}, ${amount(facts.flops / (length / 1e9), "FLOP/s")}`]);
-  rows.push(["begins at", nanoseconds(start)]);
-  return rows;
+  if (facts.bytes) lines.push(`sent: ${bytes(facts.bytes)}, ${rate(facts.bytes, "B")}`);
+  if (facts.flops) lines.push(`arithmetic: ${amount(facts.flops, "FLOP")}, ${rate(facts.flops, "FLOP")}`);
+  return [...lines, `begins at ${nanoseconds(start)}`];
 }
 
-const NUMBERS = [["computes", "compute"], ["communication", "communication"], ["hidden", "hidden"], ["exposed: waits for transfers", "exposed"], ["waits for peers", "waiting"], ["slowdown", "slowdown"], ["launch gap", "launch_gap"], ["bubble", "bubble"]];
+const NUMBERS = { compute: "computes", communication: "communication", hidden: "hidden", exposed: "exposed: waits for transfers", waiting: "waits for peers", slowdown: "slowdown", launch_gap: "launch gap", bubble: "bubble" };
 
-/** Return rows of the known overlap numbers; `find` returns a number by name, in seconds. */
-export function namedNumbers(find) {
-  const known = NUMBERS.map(([title, name]) => [title, find(name), name]).filter(([, value]) => typeof value === "number");
-  return known.map(([title, value, name]) => [title, (name === "slowdown" ? lost : seconds)(value)]);
-}
-
-export function numberRows(own) {
-  if (!own) return [];
-  const rows = namedNumbers((name) => own.numbers[`${name}_ns`] === null ? null : own.numbers[`${name}_ns`] / 1e9);
-  if (own.dropped) rows.push(["spans dropped", String(own.dropped)]);
-  if (own.damage) rows.push(["damaged", own.damage]);
-  return rows;
+/** Return lines about the known overlap numbers; `find` returns a number by name, in seconds. */
+export function describeNumbers(find) {
+  const known = Object.entries(NUMBERS).map(([name, title]) => [name, title, find(name)]).filter(([, , value]) => Number.isFinite(value));
+  return known.map(([name, title, value]) => `${title}: ${(name === "slowdown" ? lost : seconds)(value)}`);
 }

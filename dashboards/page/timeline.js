@@ -1,60 +1,66 @@
-// The timeline: three lanes per rank, drawn on a canvas. Only rows in view are drawn, and of spans that share a
-// pixel one rectangle; so the number of ranks and of operators hardly matters.
+// The timeline: three lanes per rank, drawn on a canvas that stays in place while its box scrolls. Only rows in view are
+// drawn, and of spans that share a pixel one rectangle; so the number of ranks and of operators hardly matters.
 
-import { RANKS_AT_ONCE } from "./data.js";
-import { hideTip, nanoseconds, percent, showTip, stroke, surface, ticks, write } from "./dom.js";
-import { describeInterval, describeSpan, intervalAt, LANES, numberRows, SHORT_LANES, spanAt, spoken } from "./spans.js";
-import { dotted, stripes, theme } from "./theme.js";
+import { el, fitted, nanoseconds, percent, tell, ticks } from "./dom.js";
+import { describeInterval, describeNumbers, describeSpan, LANES, spanAt } from "./spans.js";
 
-const [AXIS, STRIP] = [22, 7];
-const SIZES = [3, 5, 8, 12, 16, 22, 30];
-
-/** Return the first rank of every server answer that contains some of these ranks. */
-function chunksOf(first, last) {
-  const found = [];
-  for (let rank = Math.floor(first / RANKS_AT_ONCE) * RANKS_AT_ONCE; rank <= last; rank += RANKS_AT_ONCE) found.push(rank);
-  return found;
-}
+const [AXIS, STRIP, END] = [22, 7, 10]; // heights of axis and strip of waits, free width at the right, in pixels
+const WIDEST = 15_000_000; // pixels of a box that every browser can scroll
+const STRANDS = ["neither", "alpha", "beta"].map((strand) => ["", "-forward", "-backward"].map((way) => `${strand}${way}`));
+const COLOURS = [...STRANDS.flat(), "card", "row", "line", "ink", "quiet", "hurt", "stripe", "wash", "peer", "dot", "block", "paired"];
 
 export class Timeline {
-  constructor(canvas, run, { redraw, read, stepChanged }) {
-    Object.assign(this, { canvas, run, redraw, read, stepChanged });
+  /** `box` scrolls a `room`, as large as the whole drawing, in which a canvas sticks to the visible part. */
+  constructor(box, run, { redraw, stepChanged }) {
+    Object.assign(this, { box, run, redraw, stepChanged });
+    this.room = box.firstElementChild;
+    this.canvas = this.room.firstElementChild;
     this.chosen = null; // a step; null: follow the newest
-    this.drawn = null; // the newest completely loaded step, drawn until the next one is loaded
+    this.drawn = null; // a completely loaded step, drawn until the next one is loaded
+    this.next = null; // the step that is being loaded
     this.count = 1;
-    this.view = null; // [from, to] in nanoseconds; null: everything
-    this.scroll = 0;
-    this.size = null; // height of a lane, as index into SIZES; null: according to the number of ranks
+    this.scale = 1; // how many times as wide as the window a step is drawn
+    this.whole = null; // nanoseconds that are drawn
     this.picked = null;
-    this._listen();
+    box.addEventListener("scroll", redraw);
+    box.addEventListener("wheel", (event) => this._wheel(event), { passive: false });
+    this.canvas.lines = (x, y) => {
+      const found = this.hit(x, y);
+      return found && this.describe(found);
+    };
+    this.recolour();
+  }
+
+  /** Take the colours of style.css, which a canvas cannot name. */
+  recolour() {
+    const probe = this.box.appendChild(el("i"));
+    this.colours = {};
+    for (const name of COLOURS) {
+      probe.style.color = `var(--${name})`;
+      this.colours[name] = getComputedStyle(probe).color;
+    }
+    probe.remove();
+    this.redraw();
   }
 
   get step() {
     return this.chosen ?? this.run.traced.at(-1) ?? null;
   }
 
-  /** Width reserved for names; smaller in a narrow window. */
-  get gutter() {
-    return this.narrow ? 120 : 176;
-  }
-
-  get narrow() {
-    return this.canvas.clientWidth < 600;
-  }
-
-  /** Go to a step; a number past the newest step means to follow the newest. */
+  /** Go to a step; null, or a number past the newest step, means to follow the newest. */
   choose(step) {
     const [first, last] = [this.run.traced[0], this.run.traced.at(-1)];
     if (last === undefined) return;
     this.chosen = step === null || step > last ? null : Math.max(first, step);
-    this.picked = null;
+    this.picked = this.next = null;
     this.stepChanged();
     this.redraw();
   }
 
   /** Show `count` steps, by default as many as before, from begin to end. */
   show(count = this.count) {
-    Object.assign(this, { count, view: null });
+    Object.assign(this, { count, scale: 1 });
+    this._fit();
     this.redraw();
   }
 
@@ -62,34 +68,35 @@ export class Timeline {
     return Math.max(1, this.run.state?.cluster.ranks.length || 0, this.run.ranks?.line?.seconds?.length || 0);
   }
 
+  /** Height of a lane; the fewer ranks, the higher. */
   get lane() {
-    const count = this.rankCount;
-    return SIZES[this.size ?? (count <= 2 ? 5 : count <= 4 ? 4 : count <= 16 ? 3 : 2)];
+    return [[2, 22], [4, 16], [16, 12]].find(([most]) => this.rankCount <= most)?.[1] ?? 8;
   }
 
   get row() {
-    return 3 * this.lane + STRIP + (this.lane >= 8 ? 10 : 4);
+    return 3 * this.lane + STRIP + 10;
   }
 
-  get height() {
-    const most = Math.max(260, Math.min(620, window.innerHeight * 0.62));
-    return AXIS + Math.min(most, this.rankCount * this.row + 4);
+  get scroll() {
+    return this.box.scrollTop;
   }
 
-  resize(by) {
-    const now = this.size ?? SIZES.indexOf(this.lane);
-    this.size = Math.max(0, Math.min(SIZES.length - 1, now + by));
-    this._scrollTo(this.scroll);
-    this.redraw();
+  get width() {
+    return this.box.clientWidth;
+  }
+
+  /** Width reserved for names; smaller in a narrow window. */
+  get gutter() {
+    return this.width < 600 ? 120 : 176;
+  }
+
+  /** Pixels over which the drawn time extends. */
+  get extent() {
+    return (this.width - this.gutter - END) * this.scale;
   }
 
   reveal(rank) {
-    this._scrollTo(rank * this.row - 20);
-    this.redraw();
-  }
-
-  _scrollTo(place) {
-    this.scroll = Math.max(0, Math.min(this.rankCount * this.row + 4 - (this.height - AXIS), place));
+    this.box.scrollTop = rank * this.row - 20;
   }
 
   /** Return the first step in view if a given step is the last. */
@@ -100,20 +107,21 @@ export class Timeline {
   /** Return whether the columns of all ranks in view are loaded for a step; request missing ones. */
   _isWhole(step, ranks) {
     let whole = true;
-    for (let one = this._first(step); one <= step; one += 1) {
-      for (const rank of ranks) whole = Boolean(this.run.step(one, rank)) && whole;
+    for (let at = this._first(step); at <= step; at += 1) {
+      for (const rank of ranks) whole = Boolean(this.run.step(at, rank)) && whole;
     }
     return whole;
   }
 
-  /** Select the newest completely loaded step; try later ones first, as steps may arrive faster than columns. */
+  /** Draw a step once it is completely loaded, and only then ask for a newer one: steps may come faster than columns. */
   _advance(ranks) {
-    if (this._isWhole(this.step, ranks)) this.drawn = this.step;
-    else if (this.chosen === null && this.drawn !== null) {
-      const newer = this.run.heldSteps().filter((step) => step > this.drawn && step < this.step);
-      this.drawn = newer.findLast((step) => this._isWhole(step, ranks)) ?? this.drawn;
+    if (!(this.next >= this.run.traced[0] && this.next <= this.step)) this.next = this.step;
+    if (this._isWhole(this.next, ranks)) {
+      this.drawn = this.next;
+      this.next = this.step;
+      this._isWhole(this.next, ranks);
     }
-    if (this.drawn !== null && (this.drawn > this.step || this.drawn < this.run.traced[0])) this.drawn = null;
+    if (this.drawn > this.step || this.drawn < this.run.traced[0]) this.drawn = null;
   }
 
   /** Return the steps in view with the nanoseconds at which they begin; the first one is at 0. */
@@ -129,193 +137,181 @@ export class Timeline {
     return found;
   }
 
+  /** Give box and room their sizes. */
+  _fit() {
+    const all = AXIS + this.rankCount * this.row + 4;
+    const most = AXIS + Math.max(260, Math.min(620, window.innerHeight * 0.62));
+    const bar = this.box.offsetHeight - this.box.clientHeight;
+    this.box.style.height = `${Math.min(all, most) + bar}px`;
+    this.room.style.height = `${all}px`;
+    this.room.style.width = `${this.gutter + this.extent + END}px`;
+  }
+
+  /** Make the canvas as large as the visible part of the box; return its context in CSS pixels. */
+  _surface() {
+    const ratio = window.devicePixelRatio || 1;
+    const [width, height] = [this.width, this.box.clientHeight];
+    Object.assign(this.canvas, { width: width * ratio, height: height * ratio });
+    Object.assign(this.canvas.style, { width: `${width}px`, height: `${height}px` });
+    this.context = this.canvas.getContext("2d");
+    this.context.scale(ratio, ratio);
+    Object.assign(this.context, { font: "11px system-ui, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif", textBaseline: "middle" });
+    this._box("card", 0, 0, width, height);
+    return height;
+  }
+
+  _box(paint, ...box) {
+    this.context.fillStyle = this.colours[paint] ?? paint;
+    this.context.fillRect(...box);
+  }
+
+  _write(text, x, y, colour = "quiet", align = "left") {
+    this.context.fillStyle = this.colours[colour] ?? colour;
+    this.context.textAlign = align;
+    this.context.fillText(text, x, y);
+  }
+
   draw() {
-    const { context, width, height } = surface(this.canvas, this.height);
-    const colours = theme.colours;
-    context.fillStyle = colours.card;
-    context.fillRect(0, 0, width, height);
-    this.width = width;
+    this._fit();
+    const height = this._surface();
     if (this.step === null) {
-      write(context, "No spans yet: they come with the first step (telemetry.spans: true).", 12, 40, colours.quiet);
+      this._write("No spans yet: they come with the first step (telemetry.spans: true).", 12, 40);
       return;
     }
-    this._scrollTo(this.scroll);
     const firstRank = Math.floor(this.scroll / this.row);
     const lastRank = Math.min(this.rankCount - 1, Math.floor((this.scroll + height - AXIS) / this.row));
-    this._advance(chunksOf(firstRank, lastRank));
-    const rows = [];
-    for (let rank = firstRank; rank <= lastRank; rank += 1) rows.push({ rank, steps: this.steps(rank) });
+    const ranks = Array.from({ length: lastRank - firstRank + 1 }, (_, n) => firstRank + n);
+    this._advance(ranks);
+    const rows = ranks.map((rank) => ({ rank, steps: this.steps(rank) }));
     const ends = rows.flatMap(({ rank, steps }) => steps.map(({ data, at }) => at + (data.ranks.get(rank)?.over ?? 0)));
-    if (ends.length) this.whole = [0, Math.max(...ends) * 1.004];
-    if (!this.whole) return this._say(context);
-    this._paintAxis(context, width, height);
-    this._clip(context, 0, AXIS, width, height - AXIS);
-    const paints = { exposed: stripes(context), waits: dotted(context) };
-    for (const { rank, steps } of rows) this._paintRank(context, rank, steps, paints);
-    context.restore();
-    this._paintScrollbar(context, width, height);
-    if (!ends.length) this._say(context);
+    if (ends.length) this.whole = Math.max(...ends) * 1.004;
+    if (this.whole) {
+      this._paintAxis(height);
+      this._clip(0, AXIS, this.width, height - AXIS);
+      const diagonal = Array.from({ length: 9 }, (_, n) => [n - 1, 7 - n]);
+      const paints = { exposed: this._pattern(8, "hurt", "stripe", diagonal), waits: this._pattern(5, "peer", "dot", [[1, 1], [1, 2]]) };
+      for (const { rank, steps } of rows) this._paintRank(rank, steps, paints);
+      this.context.restore();
+    }
+    if (!ends.length) this._write(this.drawn === null ? "loading …" : `No spans are kept of step ${this.drawn}.`, this.gutter + 12, 40);
+  }
+
+  /** Make a pattern of a square tile, with dots two pixels wide. */
+  _pattern(size, back, colour, dots) {
+    const tile = el("canvas", { width: size, height: size });
+    const brush = tile.getContext("2d");
+    brush.fillStyle = this.colours[back];
+    brush.fillRect(0, 0, size, size);
+    brush.fillStyle = this.colours[colour];
+    for (const [x, y] of dots) brush.fillRect(x, y, 2, 1);
+    return this.context.createPattern(tile, "repeat");
   }
 
   /** Clip drawing to a box, until `context.restore`. */
-  _clip(context, ...box) {
-    context.save();
-    context.beginPath();
-    context.rect(...box);
-    context.clip();
-  }
-
-  /** Explain why there is nothing to see. */
-  _say(context) {
-    write(context, this.drawn === null ? "loading …" : `No spans are kept of step ${this.drawn}.`, this.gutter + 12, 40, theme.colours.quiet);
-  }
-
-  get range() {
-    return this.view ?? this.whole;
+  _clip(...box) {
+    this.context.save();
+    this.context.beginPath();
+    this.context.rect(...box);
+    this.context.clip();
   }
 
   x(time) {
-    const [from, to] = this.range;
-    return this.gutter + ((time - from) / (to - from)) * (this.width - this.gutter - 10);
+    return this.gutter + (time / this.whole) * this.extent - this.box.scrollLeft;
   }
 
   time(x) {
-    const [from, to] = this.range;
-    return from + ((x - this.gutter) / (this.width - this.gutter - 10)) * (to - from);
+    return ((x - this.gutter + this.box.scrollLeft) / this.extent) * this.whole;
   }
 
-  _paintAxis(context, width, height) {
-    const colours = theme.colours;
-    const [from, to] = this.range;
-    for (const value of ticks(from / 1e9, to / 1e9, (width - this.gutter) / 110)) {
-      const x = Math.round(this.x(value * 1e9)) + 0.5;
-      if (x < this.gutter || x > width) continue;
-      stroke(context, [x, AXIS - 5], [x, height], colours.line);
-      write(context, nanoseconds(value * 1e9), Math.min(x, width - 24), 8, colours.quiet, "center");
+  _paintAxis(height) {
+    const [from, to] = [this.time(this.gutter), this.time(this.width)];
+    for (const value of ticks(from / 1e9, to / 1e9, (this.width - this.gutter) / 110)) {
+      const x = Math.round(this.x(value * 1e9));
+      this._box("line", x, AXIS - 5, 1, height);
+      this._write(nanoseconds(value * 1e9), Math.min(x, this.width - 24), 8, "quiet", "center");
     }
     const shown = this.drawn ?? this.step;
-    write(context, this.count > 1 ? `steps ${this._first(shown)} to ${shown}` : `step ${shown}`, 8, 8, colours.quiet);
+    this._write(this.count > 1 ? `steps ${this._first(shown)} to ${shown}` : `step ${shown}`, 8, 8);
   }
 
-  _paintRank(context, rank, steps, paints) {
-    const colours = theme.colours;
-    const { row } = this;
+  _paintRank(rank, steps, paints) {
+    const { row, lane, width } = this;
     const top = AXIS + rank * row - this.scroll;
-    context.fillStyle = rank % 2 ? colours.card : colours.row;
-    context.globalAlpha = 0.7;
-    context.fillRect(0, top, this.width, row);
-    context.globalAlpha = 1;
-    this._paintGutter(context, rank, steps, top);
-    this._clip(context, this.gutter, top, this.width - this.gutter, row);
+    this._box(rank % 2 ? "card" : "row", 0, top, this.gutter, row);
+    this._paintGutter(rank, steps, top);
+    this._clip(this.gutter, top, width - this.gutter, row);
     for (const { data, at } of steps) {
       const own = data.ranks.get(rank);
       if (!own) continue;
-      this._paintWaits(context, own.exposed, at, top, theme.colours.hurt, paints.exposed, theme.colours.wash);
-      this._paintWaits(context, own.waits, at, top, theme.colours.peer, paints.waits);
-      own.lanes.forEach((lane, number) => this._paintLane(context, data, own, lane, at, top + 3 + number * this.lane));
-      if (this.lane >= 8) this._paintBlocks(context, own.blocks, at, top);
-      if (this.count > 1) {
-        context.fillStyle = colours.quiet;
-        context.fillRect(Math.round(this.x(at)), top, 1, row);
+      for (const [, left, right] of this._inView(own.exposed, at)) this._box("wash", left, top + 3, Math.max(1, right - left), 3 * lane);
+      this._paintWaits(own.exposed, at, top, "hurt", paints.exposed);
+      this._paintWaits(own.waits, at, top, "peer", paints.waits);
+      own.lanes.forEach((spans, number) => this._paintLane(data, own, spans, at, top + 3 + number * lane));
+      for (const [place, left, right] of this._inView(own.blocks, at)) {
+        const paired = own.blocks.kind[place] === 2;
+        this._box(paired ? "paired" : "block", left, top + 0.5, Math.max(1, right - left - 1), paired ? 2 : 1);
       }
+      if (this.count > 1) this._box("quiet", Math.round(this.x(at)), top, 1, row);
     }
-    context.restore();
+    this.context.restore();
   }
 
-  _paintGutter(context, rank, steps, top) {
-    const colours = theme.colours;
-    const { lane } = this;
-    const middle = top + (3 * lane) / 2 + 3;
-    const place = this.run.state?.cluster.ranks[rank];
+  _paintGutter(rank, steps, top) {
+    const { lane, gutter } = this;
+    const place = this.run.state?.cluster.ranks[rank]?.place;
     const numbers = steps.at(-1)?.data.ranks.get(rank)?.numbers;
-    const slow = this.run.ranks?.stragglers.some((one) => one.rank === rank);
-    write(context, `${slow ? "⚠ " : ""}rank ${rank}`, 8, lane >= 8 ? top + 11 : middle, slow ? colours.hurt : colours.ink);
-    if (lane < 8) return;
-    if (numbers?.communication_ns) write(context, `${percent(numbers.hidden_ns / numbers.communication_ns)} hidden`, 8, top + 25, colours.quiet);
-    if (lane >= 12 && place?.place.pp !== undefined) write(context, `stage ${place.place.pp}`, 8, top + 39, colours.quiet);
-    const font = context.font;
-    if (lane < 14) context.font = font.replace("11px", lane < 12 ? "8px" : "10px");
-    const names = this.narrow ? SHORT_LANES : LANES;
-    names.forEach((name, number) => write(context, name, this.gutter - 8, top + 3 + (number + 0.5) * lane, colours.quiet, "right"));
-    if (lane >= 12) write(context, "waits", this.gutter - 8, top + 3 + 3 * lane + STRIP / 2 + 1, colours.hurt, "right");
-    context.font = font;
+    const slow = this.run.ranks?.stragglers.some((straggler) => straggler.rank === rank);
+    this._write(`${slow ? "⚠ " : ""}rank ${rank}`, 8, top + 11, slow ? "hurt" : "ink");
+    if (numbers?.communication_ns) this._write(`${percent(numbers.hidden_ns / numbers.communication_ns)} hidden`, 8, top + 25);
+    if (lane < 12) return;
+    if (place?.pp !== undefined) this._write(`stage ${place.pp}`, 8, top + 39);
+    LANES.forEach((name, number) => this._write(gutter < 150 ? name.slice(0, 5) : name, gutter - 8, top + 3 + (number + 0.5) * lane, "quiet", "right"));
+    this._write("waits", gutter - 8, top + 4 + 3 * lane + STRIP / 2, "hurt", "right");
   }
 
   /** Yield the intervals in view, in order of their begin, as [index, left, right]; one of all that share a pixel. */
   *_inView({ start, end }, at, places = start.keys()) {
-    const [from, to] = this.range;
-    const scale = (this.width - this.gutter - 10) / (to - from);
+    const [from, to] = [this.time(this.gutter), this.time(this.width)];
+    const [zero, scale] = [this.x(0), this.extent / this.whole];
     let covered = -Infinity; // pixels up to here are drawn
     for (const place of places) {
       if (end[place] + at < from || start[place] + at > to) continue;
-      const left = this.gutter + (start[place] + at - from) * scale;
-      const right = this.gutter + (end[place] + at - from) * scale;
+      const left = zero + (start[place] + at) * scale;
+      const right = zero + (end[place] + at) * scale;
       if (right - left < 1 && Math.floor(left) <= covered) continue;
       covered = right - left < 1 ? Math.floor(left) : Math.floor(right) - 1;
       yield [place, left, right];
     }
   }
 
-  _paintLane(context, data, { spans }, lane, at, top) {
+  _paintLane(data, { spans }, lane, at, top) {
     const height = this.lane - 1;
     for (const [span, left, right] of this._inView(spans, at, lane)) {
-      const [strand, direction] = [spans.strand[span], spans.direction[span]];
+      const colour = STRANDS[spans.strand[span]][spans.direction[span]];
       const x = right - left < 1 ? Math.floor(left) : Math.max(left, this.gutter - 2);
       const wide = right - left < 1 ? 1 : Math.min(right, this.width) - x;
-      context.fillStyle = theme.colours.strands[strand][direction];
-      context.fillRect(x, top, wide > 3 ? wide - 0.6 : wide, height);
-      if (this.lane >= 12 && wide > 26) this._name(context, data.labels[spans.label[span]].operator, strand, direction, x, top, wide, height);
+      this._box(colour, x, top, wide > 3 ? wide - 0.6 : wide, height);
+      const ink = colour.endsWith("backward") ? "#ffffff" : "#101820";
+      if (this.lane >= 12 && wide > 26) this._write(fitted(data.labels[spans.label[span]].operator, wide), x + 3, top + height / 2 + 0.5, ink);
       if (this.picked?.span === span && this.picked.own.spans === spans) {
-        context.strokeStyle = theme.colours.select;
-        context.lineWidth = 2;
-        context.strokeRect(x + 1, top + 1, Math.max(2, wide - 2), height - 2);
-        context.lineWidth = 1;
+        Object.assign(this.context, { strokeStyle: this.colours.ink, lineWidth: 2 });
+        this.context.strokeRect(x + 1, top + 1, Math.max(2, wide - 2), height - 2);
       }
     }
   }
 
-  _name(context, name, strand, direction, x, top, wide, height) {
-    const most = Math.floor((wide - 6) / 6);
-    if (most < 3) return;
-    const ink = direction === 2 ? "#ffffff" : strand === 2 ? "#201500" : "#001a2b";
-    write(context, name.length > most ? `${name.slice(0, most - 1)}…` : name, x + 3, top + height / 2 + 0.5, ink);
-  }
-
-  _paintWaits(context, intervals, at, top, plain, pattern, wash) {
+  _paintWaits(intervals, at, top, plain, pattern) {
     for (const [, left, right] of this._inView(intervals, at)) {
       const wide = Math.max(1, right - left);
-      if (wash) {
-        context.fillStyle = wash;
-        context.fillRect(left, top + 3, wide, 3 * this.lane);
-      }
-      context.fillStyle = wide < 4 ? plain : pattern;
-      context.fillRect(left, top + 3 + 3 * this.lane, wide, STRIP);
+      this._box(wide < 4 ? plain : pattern, left, top + 3 + 3 * this.lane, wide, STRIP);
     }
-  }
-
-  _paintBlocks(context, blocks, at, top) {
-    for (const [place, left, right] of this._inView(blocks, at)) {
-      const paired = blocks.kind[place] === 2;
-      context.fillStyle = paired ? theme.colours.paired : theme.colours.block;
-      context.fillRect(left, top + 0.5, Math.max(1, right - left - 1), paired ? 2 : 1);
-    }
-  }
-
-  _paintScrollbar(context, width, height) {
-    const all = this.rankCount * this.row + 4;
-    const seen = height - AXIS;
-    if (all <= seen + 1) return;
-    context.fillStyle = theme.colours.line;
-    context.fillRect(width - 8, AXIS, 8, seen);
-    context.fillStyle = theme.colours.quiet;
-    context.fillRect(width - 7, AXIS + (this.scroll / all) * seen, 6, Math.max(16, (seen / all) * seen));
   }
 
   /** Return what lies at a point of the canvas. */
   hit(x, y) {
     if (this.step === null || !this.whole || y < AXIS) return null;
     const rank = Math.floor((y - AXIS + this.scroll) / this.row);
-    if (rank < 0 || rank >= this.rankCount) return null;
+    if (rank >= this.rankCount) return null;
     const steps = this.steps(rank);
     if (x < this.gutter) return { rank, steps };
     const lane = Math.floor((y - AXIS + this.scroll - rank * this.row - 3) / this.lane);
@@ -324,131 +320,59 @@ export class Timeline {
     for (const { data, at } of steps) {
       const own = data.ranks.get(rank);
       if (!own) continue;
-      const span = spanAt(own.spans, own.lanes[lane] ?? [], time - at, slack);
+      const span = spanAt(own.spans, time - at, slack, own.lanes[lane] ?? []);
       if (span !== null) return { rank, data, own, span, at };
       for (const kind of ["exposed", "waits"]) {
-        const place = intervalAt(own[kind], time - at, slack);
+        const place = spanAt(own[kind], time - at, slack);
         if (place !== null) return { rank, data, kind, place };
       }
     }
     return null;
   }
 
-  /** Return title and rows about what was hit, for the tip and for screen readers. */
+  /** Return lines about what was hit. */
   describe(found) {
     if (found.kind) return describeInterval(found);
     if (found.span !== undefined) return describeSpan(found);
-    const rows = [`rank ${found.rank}`];
-    const place = this.run.state?.cluster.ranks[found.rank];
-    if (place) rows.push(["node", place.node], ["place", Object.entries(place.place).map(([axis, at]) => `${axis} ${at}`).join(", ")]);
-    for (const { data } of found.steps.slice(-1)) rows.push(...numberRows(data.ranks.get(found.rank)));
-    return rows;
+    const { node, place = {} } = this.run.state?.cluster.ranks[found.rank] ?? {};
+    const where = Object.entries(place).map(([axis, at]) => `${axis} ${at}`).join(", ");
+    const { numbers = {}, dropped, damage } = found.steps.at(-1)?.data.ranks.get(found.rank) ?? {};
+    const told = describeNumbers((name) => numbers[`${name}_ns`] && numbers[`${name}_ns`] / 1e9);
+    return [`rank ${found.rank}`, `node: ${node}`, `place: ${where}`, ...told, dropped && `spans dropped: ${dropped}`, damage && `damaged: ${damage}`].filter(Boolean);
   }
 
   /** Pick the operator before or after the picked one, on the same rank and lane. */
   pick(by) {
     const rank = this.picked?.rank ?? Math.ceil(this.scroll / this.row);
-    const steps = this.steps(rank);
-    if (!steps.length) return;
-    const { data, at, span: before } = this.picked ?? steps.at(-1);
-    const own = data.ranks.get(rank);
+    const { data, at, span: before } = this.picked ?? this.steps(rank).at(-1) ?? {};
+    const own = data?.ranks.get(rank);
     if (!own) return;
-    const lane = own.lanes[before === undefined ? 0 : data.labels[own.spans.label[before]].lane];
-    const next = before === undefined ? lane.findIndex((one) => own.spans.end[one] + at >= this.range[0]) : lane.indexOf(before) + by;
+    const { start, end, label } = own.spans;
+    const lane = own.lanes[before === undefined ? 0 : data.labels[label[before]].lane];
+    const from = this.time(this.gutter);
+    const next = before === undefined ? lane.findIndex((span) => end[span] + at >= from) : lane.indexOf(before) + by;
     const span = lane[next];
     if (span === undefined) return;
     this.picked = { rank, data, own, at, span };
-    const [begin, end] = [own.spans.start[span] + at, own.spans.end[span] + at];
-    const [from, to] = this.range;
-    if (begin < from || end > to) this._look(begin - (to - from) / 2, begin + (to - from) / 2);
-    this.read(spoken(this.describe(this.picked)));
+    const [left, right] = [this.x(start[span] + at), this.x(end[span] + at)];
+    if (left < this.gutter || right > this.width) this.box.scrollLeft += left - (this.gutter + this.width) / 2;
+    const { x, y } = this.canvas.getBoundingClientRect();
+    tell(this.describe(this.picked), x + this.x(end[span] + at), y + AXIS + (rank + 1) * this.row - this.scroll);
     this.redraw();
   }
 
-  zoom(factor, around = (this.range[0] + this.range[1]) / 2) {
-    if (!this.whole) return;
-    const [from, to] = this.range;
-    this._look(around - (around - from) * factor, around + (to - around) * factor);
-  }
-
-  pan(share) {
-    if (!this.whole) return;
-    const [from, to] = this.range;
-    this._look(from + share * (to - from), to + share * (to - from));
-  }
-
-  _look(from, to) {
-    const [low, high] = this.whole;
-    const wide = Math.max(200, Math.min(high - low, to - from));
-    const begin = Math.max(low, Math.min(high - wide, from + (to - from - wide) / 2));
-    this.view = wide >= high - low ? null : [begin, begin + wide];
+  /** Zoom in (a factor above 1) or out; what lies at `x` stays there. */
+  zoom(factor, x = (this.gutter + this.width) / 2) {
+    const time = this.time(x);
+    this.scale = Math.max(1, Math.min(WIDEST / this.width, this.scale * factor));
+    this._fit();
+    this.box.scrollLeft += this.x(time) - x;
     this.redraw();
-  }
-
-  _listen() {
-    const { canvas } = this;
-    let held = null;
-    canvas.addEventListener("pointerdown", (event) => {
-      held = { x: event.clientX, y: event.clientY, moved: false };
-      canvas.setPointerCapture(event.pointerId);
-    });
-    canvas.addEventListener("pointermove", (event) => {
-      if (held && this.whole) {
-        const [dx, dy] = [event.clientX - held.x, event.clientY - held.y];
-        if (!held.moved && Math.hypot(dx, dy) < 4) return;
-        Object.assign(held, { x: event.clientX, y: event.clientY, moved: true });
-        canvas.classList.add("held");
-        hideTip();
-        this._scrollTo(this.scroll - dy);
-        this.pan(-dx / (this.width - this.gutter - 10));
-        this.redraw();
-        return;
-      }
-      const found = this.hit(event.offsetX, event.offsetY);
-      if (found) showTip(event.clientX, event.clientY, this.describe(found));
-      else hideTip();
-    });
-    canvas.addEventListener("pointerup", (event) => {
-      canvas.classList.remove("held");
-      if (held && !held.moved) {
-        const found = this.hit(event.offsetX, event.offsetY);
-        this.picked = found?.span !== undefined ? found : null;
-        this.read(found ? spoken(this.describe(found)) : "");
-        this.redraw();
-      }
-      held = null;
-    });
-    canvas.addEventListener("pointerleave", hideTip);
-    canvas.addEventListener("dblclick", (event) => this.zoom(0.4, this.time(event.offsetX)));
-    canvas.addEventListener("wheel", (event) => this._wheel(event), { passive: false });
-    canvas.addEventListener("keydown", (event) => this._key(event));
   }
 
   _wheel(event) {
-    if (!this.whole) return;
-    if (event.ctrlKey || event.metaKey) {
-      event.preventDefault();
-      this.zoom(Math.exp(Math.sign(event.deltaY) * Math.min(60, Math.abs(event.deltaY)) * 0.006), this.time(event.offsetX));
-    } else if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) {
-      event.preventDefault();
-      this.pan((event.deltaX || event.deltaY) / 900);
-    } else {
-      const before = this.scroll;
-      this._scrollTo(this.scroll + event.deltaY);
-      if (this.scroll !== before) event.preventDefault();
-      this.redraw();
-    }
-  }
-
-  _key(event) {
-    if (event.ctrlKey || event.metaKey || event.altKey) return;
-    const page = this.height - AXIS - this.row;
-    const scroll = { ArrowUp: -this.row, ArrowDown: this.row, PageUp: -page, PageDown: page }[event.key];
-    const pan = { ArrowLeft: -0.1, ArrowRight: 0.1 }[event.key];
-    if (!scroll && !pan) return;
-    if (pan) this.pan(pan);
-    this._scrollTo(this.scroll + (scroll ?? 0));
-    this.redraw();
+    if (!this.whole || !(event.ctrlKey || event.metaKey)) return;
     event.preventDefault();
+    this.zoom(Math.exp(-Math.sign(event.deltaY) * Math.min(60, Math.abs(event.deltaY)) * 0.006), event.clientX - this.box.getBoundingClientRect().x);
   }
 }

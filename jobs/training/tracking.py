@@ -25,12 +25,12 @@ def tell_event(sinks: Sinks, event: Event) -> None:
     """Tell start, checkpoints, failures and end; other events have no listeners."""
     match event:
         case Started():
-            sinks.event("start", **asdict(event))
+            sinks.tell("start", asdict(event))
         case CheckpointSaved():
-            sinks.event("checkpoint", **asdict(event))
+            sinks.tell("checkpoint", asdict(event))
         case Incident(kind=kind) if kind in _FAILURES:
-            sinks.event("failure", **asdict(event))
+            sinks.tell("failure", asdict(event))
         case Finished(complete=complete, report=report):
             steps = report["steps"]
             loss = steps[-1]["loss"] if steps else None
-            sinks.event("end", complete=complete, steps=len(steps), loss=loss)
+            sinks.tell("end", {"complete": complete, "steps": len(steps), "loss": loss})

@@ -253,7 +253,7 @@ def training(
                     mark = identity.mark if identity is not None else ""
                     sinks.begin(run, mark, config.name, config.model_dump(mode="json"))
                 case StepDone(record=record):
-                    sinks.step(asdict(record))
+                    sinks.tell("step", asdict(record))
             tell_event(sinks, event)
             yield event
 

@@ -6,10 +6,6 @@ from typing import Final
 
 from braid.scheduling.mesh.cluster import Stream
 
-Interval = tuple[int, int]
-"""Start and end in nanoseconds, end excluded."""
-
-
 STRANDS: Final = ("", "alpha", "beta")
 DIRECTIONS: Final = ("", "forward", "backward")
 KINDS: Final = ("operator", "block", "paired block", "waiting")

@@ -15,27 +15,27 @@ import yaml
 
 from braid.actors.controller.decisions import prediction
 from braid.actors.controller.records.reporting import overlap_fields, rank_fields
-from braid.actors.controller.records.routing import ExpertNumbers, expert_numbers, tells_visits
 from braid.actors.controller.records.step_record import StepRecord
-from braid.actors.stage.rank.messages import RoutingSums, SerialStep, StepResult
+from braid.actors.stage.rank.messages import SerialStep, StepResult
 from braid.scheduling.cost.engine import RankRun
 from braid.scheduling.generate.setting import Setting
 from braid.scheduling.mesh.cluster import Stream
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.model.presets.library import cluster_preset, model_preset
-from braid.scheduling.model.shape import ModelShape, Workload
+from braid.scheduling.model.shape import Workload
 from braid.scheduling.plan.decide import Outcome, simulate_setting
 from braid.scheduling.plan.space import with_schedule
 from braid.scheduling.schedule.text import write
 from braid.scheduling.trace.batches import RECORD, Batch, Labels, Records, batches_of, encode_all, head
 from braid.scheduling.trace.numbers import numbers_of_records
 from braid.scheduling.trace.spans import KINDS, Label
+from tests.dashboards.lines import metrics_line
 
 SIMULATED = "simulated"
 BEGIN_NS = 1_750_000_000_000_000_000
 """Of the first step, on the wall clock."""
 SHAPE = replace(model_preset("mistral-7b-v0.1"), layers=16, sequence=2048)
-MIXTURE = replace(SHAPE, family="moe", layers=6, experts=8, top_k=2, capacity_factor=1.25, balance_loss=0.01)
+EXPERTS = 8
 LATE = 0.05
 LAYOUTS = {
     2: ParallelLayout(tp=2),
@@ -71,8 +71,8 @@ class MadeUpRun:
     begin_ns: int = BEGIN_NS
     operator: str = ""
     """A name to give to one operator, to see it escaped."""
-    experts: ModelShape | None = None
-    """A mixture of experts whose numbers its steps have beside; they get more balanced."""
+    experts: bool = False
+    """Whether steps have numbers of a mixture of experts, too."""
     late: int | None = None
     """A rank for which all others wait at the end of every step, for `LATE` of it."""
     done: int = 0
@@ -176,11 +176,11 @@ class MadeUpRun:
             validation_bits_per_byte=loss / 2.8 if validated else None,
             time=self._clock / 1e9,
             mfu=(simulated.mfu or 0.0) * simulated.step_seconds / seconds,
-            experts=self._routed(self.experts) if self.experts else None,
         )
         line = {"step": self.done, "time": record.time, **rank_fields(results)}
         self._append("ranks.jsonl", line)
-        self._append("metrics.jsonl", asdict(record))
+        experts = self._routed() if self.experts else None
+        self._append("metrics.jsonl", {**asdict(record), "experts": experts})
 
     def _result(self, rank: int) -> StepResult:
         """What a rank tells of a step, whose spans are written."""
@@ -217,25 +217,12 @@ class MadeUpRun:
         wait["label"] = next(n for n, label in enumerate(stage.labels.all) if label.stream is Stream.INTRA)
         return np.concatenate([records, wait])
 
-    def _routed(self, shape: ModelShape) -> ExpertNumbers:
-        """Visits of one rank, with an expert of the first layer that gets none."""
-        layers, tokens = shape.expert_layers, 1 << 18
-        leanings = np.random.default_rng(self.seed).normal(0, 1.2, (layers, shape.experts))
-        lean = leanings * (0.3 + 0.7 * 0.9**self.done)
-        lean[0, 1] = -np.inf
-        chances = np.exp(lean) / np.exp(lean).sum(1, keepdims=True)
-        visits = self._random.multinomial(tokens * shape.top_k, chances)
-        room = visits.sum(1, keepdims=True) / shape.experts * (shape.capacity_factor or np.inf)
-        sums = RoutingSums(
-            layers=tuple(range(layers)),
-            visits=visits,
-            dropped=np.maximum(visits - room, 0).sum(1).astype(np.int64),
-            losses=np.tile(np.array([shape.balance_loss, shape.z_loss]) * tokens, (layers, 1)),
-        )
-        told = tells_visits(shape, self.done, self.steps)
-        found = expert_numbers([sums], shape, ParallelLayout(), tokens, visits=told)
-        assert found is not None
-        return found
+    def _routed(self) -> dict[str, Any]:
+        """Numbers of a mixture of experts; an expert of the first layer gets no visit."""
+        visits = self._random.multinomial(1 << 18, [1 / EXPERTS] * EXPERTS, size=6)
+        visits[0, 1] = 0
+        numbers = metrics_line(self.done, ranks=1)["experts"]
+        return {**numbers, "unvisited": 1, "layers": list(range(6)), "visits": visits.tolist()}
 
     def finish(self) -> None:
         self.note("finished", self.done, "complete")

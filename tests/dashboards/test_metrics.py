@@ -1,5 +1,6 @@
 """The table of metrics, and what the lines of a run's files become in Prometheus and in Ray."""
 
+import math
 import re
 import threading
 import time
@@ -14,7 +15,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from braid.actors.controller.records.step_record import record_of
 from braid.dashboards.metrics import METRICS, Exporter, PrometheusSink, RaySink
 from braid.dashboards.metrics_feed import told_to_ray
-from braid.scheduling.mesh.layout import ParallelLayout
 from tests.dashboards.lines import fill, metrics_line, ranks_line
 from tests.waiting import within
 
@@ -37,10 +37,10 @@ def value(sink: PrometheusSink, name: str, **labels: str) -> float | None:
     return readings(sink).get((name, frozenset({"run": "demo", **labels}.items())))
 
 
-def exporter(config: dict[str, Any] = LAYOUT) -> tuple[Exporter, PrometheusSink]:
+def exporter() -> tuple[Exporter, PrometheusSink]:
     sink = PrometheusSink()
     target = Exporter(sink, "demo")
-    target.take("config.yaml", config)
+    target.take("config.yaml", LAYOUT)
     return target, sink
 
 
@@ -60,94 +60,98 @@ def test_every_metric_gets_a_value_from_complete_files() -> None:
         assert (f"{metric.name}_bucket" if metric.kind == "histogram" else metric.name) in found
 
 
-def test_values_of_a_step() -> None:
+LINE = metrics_line(3, ranks=4)
+BY_RANK = [ranks_line(step, ranks=4) for step in (1, 2)]
+CASES: dict[str, tuple[list[tuple[str, dict[str, Any]]], dict[str, Any]]] = {
+    "a step": (
+        [("metrics.jsonl", LINE), ("metrics.jsonl", {**LINE, "step": 4})],
+        {
+            "step": 4,
+            "loss_nats": LINE["loss"],
+            "tokens_per_second": LINE["tokens"] / LINE["wall_seconds"],
+            "expert_imbalance_ratio": LINE["experts"]["imbalance"],
+            "set_validation_loss_nats web": LINE["validation_losses"]["web"],
+            "tokens_total": 2 * LINE["tokens"],
+            "step_duration_seconds_count": 2,
+            "peak_memory_bytes 1 2": LINE["peak_bytes"][2],
+        },
+    ),
+    "ranks have the stages of the layout, and sums add up": (
+        [("ranks.jsonl", line) for line in BY_RANK],
+        {
+            **{f"step_exposed_seconds {n // 2} {n}": BY_RANK[1]["exposed_seconds"][n] for n in range(4)},
+            "exposed_seconds_total 1 3": sum(line["exposed_seconds"][3] for line in BY_RANK),
+        },
+    ),
+    "dropped spans are sums already, and begin anew with the rank": (
+        [("ranks.jsonl", {"dropped_spans": [dropped]}) for dropped in (5, 5, 8, 2)],
+        {"dropped_spans_total 0 0": 5 + 0 + 3 + 2},
+    ),
+    "ranks that are gone lose their gauges": (
+        [("ranks.jsonl", BY_RANK[0]), ("ranks.jsonl", ranks_line(2, ranks=2))],
+        {"step_compute_seconds 0 1": 0.4, "step_compute_seconds 1 2": None, "step_compute_seconds 1 3": None},
+    ),
+    "missing and null fields leave no trace": (
+        [
+            ("metrics.jsonl", {"step": 1, "loss": 2.0, "mfu": None, "validation_bits_per_byte": None}),
+            ("ranks.jsonl", {"step": 1, "slowdown_seconds": [None, 0.5], "seconds": "long"}),
+        ],
+        {
+            "step": 1,
+            "loss_nats": 2,
+            **dict.fromkeys(("mfu_ratio", "validation_bits_per_byte", "gradient_norm", "step_seconds")),
+            "step_slowdown_seconds 0 0": None,
+            "step_slowdown_seconds 0 1": 0.5,
+        },
+    ),
+    "gauges show what is no number, and sums do not": (
+        [
+            ("metrics.jsonl", {"loss": math.nan, "tokens": math.inf, "seconds": math.nan}),
+            ("metrics.jsonl", {"loss": None, "tokens": 7}),  # JSON has no NaN
+            ("ranks.jsonl", {"slowdown_seconds": [-0.25]}),
+        ],
+        {
+            "loss_nats": math.nan,
+            "tokens_total": 7,
+            "step_slowdown_seconds 0 0": -0.25,
+            "slowdown_seconds_total 0 0": 0,
+        },
+    ),
+    "events count from zero": ([], {"restarts_total": 0, "running": None}),
+    "events say whether the run goes on": (
+        [
+            ("events.jsonl", {"kind": kind, "step": 2, "seconds": 1.5})
+            for kind in ("started", "restarted", "straggler", "straggler", "saved")
+        ],
+        {
+            "starts_total": 1,
+            "restarts_total": 1,
+            "resizes_total": 0,
+            "stragglers_total": 2,
+            "checkpoints_total": 1,
+            "checkpoint_seconds": 1.5,
+            "running": 1,
+        },
+    ),
+    "a failed run is over": (
+        [("events.jsonl", {"kind": kind}) for kind in ("started", "failed")],
+        {"running": 0},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_lines_become(case: str) -> None:
+    """Expected values by name without ``braid_``, followed by stage and rank, or by the name of a set."""
+    lines, expected = CASES[case]
     target, sink = exporter()
-    line = metrics_line(3, ranks=4)
-    target.take("metrics.jsonl", line)
-    assert value(sink, "braid_step") == 3
-    assert value(sink, "braid_loss_nats") == line["loss"]
-    assert value(sink, "braid_tokens_per_second") == pytest.approx(line["tokens"] / line["wall_seconds"])
-    assert value(sink, "braid_expert_imbalance_ratio") == line["experts"]["imbalance"]
-    for name, loss in line["validation_losses"].items():
-        assert value(sink, "braid_set_validation_loss_nats", set=name) == loss
-    target.take("metrics.jsonl", metrics_line(4, ranks=4))
-    assert value(sink, "braid_tokens_total") == 2 * line["tokens"]
-    assert value(sink, "braid_step_duration_seconds_count") == 2
-    assert value(sink, "braid_peak_memory_bytes", stage="1", rank="2") == line["peak_bytes"][2]
-
-
-def test_ranks_have_the_stages_of_the_layout_and_sums_add_up() -> None:
-    target, sink = exporter()
-    for step in (1, 2):
-        target.take("ranks.jsonl", ranks_line(step, ranks=4))
-    for rank in range(4):
-        stage = ParallelLayout(pp=2, tp=2).coordinate(rank)["pp"]
-        labels = {"stage": str(stage), "rank": str(rank)}
-        both = [ranks_line(step, ranks=4)["exposed_seconds"][rank] for step in (1, 2)]
-        assert value(sink, "braid_step_exposed_seconds", **labels) == both[1]
-        assert value(sink, "braid_exposed_seconds_total", **labels) == pytest.approx(sum(both))
-
-
-def test_dropped_spans_are_sums_already_and_begin_anew_with_the_rank() -> None:
-    target, sink = exporter({})
-    for dropped in (5, 5, 8, 2):
-        target.take("ranks.jsonl", {"dropped_spans": [dropped]})
-    assert value(sink, "braid_dropped_spans_total", stage="0", rank="0") == 5 + 0 + 3 + 2
-
-
-def test_missing_and_null_fields_leave_no_trace() -> None:
-    target, sink = exporter()
-    before = readings(sink)
-    target.take("metrics.jsonl", {"step": 1, "loss": 2.0, "mfu": None, "validation_bits_per_byte": None})
-    target.take("ranks.jsonl", {"step": 1, "slowdown_seconds": [None, 0.5], "seconds": "long"})
-    new = {name for name, _ in readings(sink).keys() - before.keys()}
-    assert {name for name in new if not name.endswith("_created")} == {
-        "braid_step",
-        "braid_loss_nats",
-        "braid_step_slowdown_seconds",
-        "braid_slowdown_seconds_total",
-    }
-    assert value(sink, "braid_step_slowdown_seconds", stage="0", rank="0") is None
-    assert value(sink, "braid_step_slowdown_seconds", stage="0", rank="1") == 0.5
-
-
-def test_gauges_show_what_is_not_a_number_and_sums_do_not() -> None:
-    target, sink = exporter({})
-    target.take("metrics.jsonl", {"loss": float("nan"), "tokens": float("inf"), "seconds": float("nan")})
-    loss = value(sink, "braid_loss_nats")
-    assert loss is not None
-    assert loss != loss
-    target.take("metrics.jsonl", {"tokens": 7})
-    assert value(sink, "braid_tokens_total") == 7
-    target.take("ranks.jsonl", {"slowdown_seconds": [-0.25]})
-    assert value(sink, "braid_step_slowdown_seconds", stage="0", rank="0") == -0.25
-    assert value(sink, "braid_slowdown_seconds_total", stage="0", rank="0") == 0
-
-
-def test_ranks_that_are_gone_or_moved_to_another_stage_lose_their_gauges() -> None:
-    target, sink = exporter()
-    target.take("ranks.jsonl", ranks_line(1, ranks=4))
-    target.take("config.yaml", {"parallel": {"pp": 2, "tp": "auto"}})
-    target.take("ranks.jsonl", ranks_line(2, ranks=2))
-    shown = {
-        (dict(labels)["stage"], dict(labels)["rank"])
-        for name, labels in readings(sink)
-        if name == "braid_step_compute_seconds"
-    }
-    assert shown == {("0", "0"), ("1", "1")}
-
-
-def test_events_count_from_zero_and_say_whether_the_run_goes_on() -> None:
-    target, sink = exporter()
-    assert value(sink, "braid_restarts_total") == 0
-    for kind in ("started", "restarted", "resized", "straggler", "straggler", "saved"):
-        target.take("events.jsonl", {"kind": kind, "step": 2, "seconds": 1.5})
-    names = ("starts", "restarts", "resizes", "stragglers", "checkpoints")
-    assert [value(sink, f"braid_{name}_total") for name in names] == [1, 1, 1, 2, 1]
-    assert value(sink, "braid_checkpoint_seconds") == 1.5
-    assert value(sink, "braid_running") == 1
-    target.take("events.jsonl", {"kind": "failed"})
-    assert value(sink, "braid_running") == 0
+    for source, line in lines:
+        target.take(source, line)
+    for text, wanted in expected.items():
+        name, *places = text.split()
+        labels = dict(zip(("stage", "rank") if len(places) == 2 else ("set",), places, strict=False))
+        told = value(sink, f"braid_{name}", **labels)
+        assert told == (None if wanted is None else pytest.approx(wanted, nan_ok=True)), text
 
 
 Calls = dict[str, list[tuple[float, dict[str, str]]]]

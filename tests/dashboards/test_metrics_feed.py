@@ -1,7 +1,6 @@
 """Counters fed from a run's files: every line once, however the files are cut, replaced and grown."""
 
 import json
-import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -130,17 +129,6 @@ def test_another_layout_moves_ranks_to_other_stages(fed: Fed) -> None:
     feed.refresh()
     assert value(sink, "braid_step_compute_seconds", stage="1", rank="1") is None
     assert value(sink, "braid_step_compute_seconds", stage="0", rank="1") is not None
-
-
-def test_a_loss_that_is_no_number_is_shown_as_such(fed: Fed) -> None:
-    run, sink, feed = fed
-    for step, loss in ((1, 2.5), (2, None)):  # JSON has no NaN
-        with (run.path / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"step": step, "loss": loss, "mfu": None, "time": run.now}) + "\n")
-        feed.refresh()
-    assert math.isnan(value(sink, "braid_loss_nats") or 0.0)
-    assert value(sink, "braid_mfu_ratio") is None, "not known, which is no fault"
-    assert value(sink, "braid_gradient_norm") is None, "the line does not name it"
 
 
 def test_the_page_shows_no_line_of_before_a_cut(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
-"""The page in a headless browser: made-up runs, a run that trains meanwhile, and the same run past."""
+"""The page in a headless browser: made-up runs, a run that trains meanwhile, the same run past, a report."""
 
 import asyncio
 import contextlib
 import functools
 import json
+import re
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -18,8 +19,9 @@ from braid.scheduling.trace.spans import Span
 from braid.scheduling.trace.stragglers import LAST
 from tests.dashboards.browser import CHROMIUM, Tab, browser
 from tests.dashboards.lines import lines_of
-from tests.dashboards.made_up_runs import MIXTURE, MadeUpRun, made_up
+from tests.dashboards.made_up_runs import MadeUpRun, made_up
 from tests.end_to_end.command import start, write_config, write_corpus
+from tests.in_process import Capture, called, refused
 from tests.spans import read_folder, spans_of
 
 pytestmark = [
@@ -57,12 +59,12 @@ async def serve(run: Path, port: int = 0) -> web.AppRunner:
 
 
 @asynccontextmanager
-async def looked_at(run: Path, step: int | None, width: int = 1366, height: int = 768) -> AsyncIterator[Tab]:
+async def looked_at(run: Path, step: int | None) -> AsyncIterator[Tab]:
     """A tab that shows a run, once a step is drawn, if one is given; the page must not have complained."""
     runner = await serve(run)
     address = f"http://127.0.0.1:{runner.addresses[0][1]}/"
     try:
-        async with browser(width, height) as tab:
+        async with browser() as tab:
             await tab.open(address)
             await tab.until("window.braid" if step is None else DRAWN.format(step=step))
             yield tab
@@ -119,34 +121,41 @@ async def test_the_headline_says_what_the_numbers_say(tmp_path: Path) -> None:
         assert headline.startswith(f"{hidden * 100:.0f} % of communication is hidden; ")
         assert f"{await written(tab, exposed / len(rows) * 1e9)} of each" in headline
         await tab.until("braid.run.ranks")
-        assert "rank 3" in await read(tab, "stragglers")
         assert "Slow rank: 3" in await read(tab, "alerts")
-        assert await count(tab, ".chip.slow") == 1
+        assert await count(tab, ".rank.slow") == 1
         assert await count(tab, ".strands rect") > 10
         assert await count(tab, "#heat td") > 10
 
 
 @looking
-async def test_names_are_text(tmp_path: Path) -> None:
+async def test_names_are_text_and_unknown_numbers_are_gaps(tmp_path: Path) -> None:
     evil = "<img src=x onerror=window.hacked=1><script>window.hacked=1</script>"
-    run = made_up(tmp_path / "run", 2, 2, name=evil, operator=evil)
+    run = made_up(tmp_path / "run", 2, 4, name=evil, operator=evil)
     run.note("failed", 2, evil)
     cluster = json.loads((run.path / "cluster.json").read_text())
     cluster["ranks"][0]["node"] = evil
     (run.path / "cluster.json").write_text(json.dumps(cluster))
-    async with looked_at(run.path, 2) as tab:
+    rows = lines_of(run.path / "metrics.jsonl")
+    for row in rows[1:3]:
+        row |= dict.fromkeys(("loss", "grad_norm", "slowdown_seconds", "exposed_by_axis"))
+    (run.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    async with looked_at(run.path, 4) as tab:
         assert await read(tab, "name", "textContent") == evil
-        for name in ("alerts", "log", "cluster"):
+        for name in ("alerts", "log", "nodes"):
             assert evil in await read(tab, name, "textContent"), name
         labels = "braid.timeline.steps(0)[0].data.labels.map((one) => one.operator).join()"
         assert evil in await tab.evaluate(labels)
         assert (await count(tab, "img"), await count(tab, "script")) == (0, 1)
         assert await tab.evaluate("window.hacked ?? null") is None
+        assert await tab.evaluate("braid.run.columns.loss") == [rows[0]["loss"], None, None, rows[3]["loss"]]
+        charts = str(await read(tab, "charts", "innerHTML"))
+        assert f"<output>{rows[3]['loss']:.3f}</output>" in charts
+        assert not re.search("NaN|undefined|Infinity", charts)
 
 
 @looking
 async def test_experts_have_a_map_and_charts(tmp_path: Path) -> None:
-    run = made_up(tmp_path / "run", 2, 3, experts=MIXTURE)
+    run = made_up(tmp_path / "run", 2, 3, experts=True)
     numbers = lines_of(run.path / "metrics.jsonl")[-1]["experts"]
     visits = numbers["visits"][4][6]
     async with looked_at(run.path, 3) as tab:
@@ -155,41 +164,75 @@ async def test_experts_have_a_map_and_charts(tmp_path: Path) -> None:
         for part in ("Step 3", f"{numbers['worst_imbalance']:.2f} \u00d7", "1 expert without a visit"):
             assert part in text
         titles = await read(tab, "expert-charts")
-        for title in ("Fullest over the average", "Entropy", "Visits dropped", "Auxiliary losses"):
+        for title in ("Fullest expert", "Entropy", "Visits dropped", "Auxiliary losses"):
             assert title in titles
-        place = (
-            "(() => { const {experts} = braid, {wide, tall} = experts.cell, box = experts.canvas"
-            ".getBoundingClientRect(); return [box.x + 62 + 6.5 * wide, box.y + 20 + 4.5 * tall] })()"
-        )
-        _, tip = await hovered(tab, "experts", place)
+        told = await read(tab, "experts", "rows[5].querySelectorAll('td')[6].dataset.tip")
         share = f"{100 * visits / sum(numbers['visits'][4]):.2f} %"
         for part in ("layer 4, expert 6, step 3", f"{visits:,}", share):
-            assert part in tip
+            assert part in told
+
+
+CLIPPED = """(() => {
+  const box = document.getElementById('budget').getBoundingClientRect();
+  const parts = [...document.querySelectorAll('#budget :is(span, output)')];
+  return parts.map((part) => part.getBoundingClientRect())
+    .filter((part) => part.left < box.left - 1 || part.right > box.right + 1).length;
+})()"""
+WAIT = """(() => {
+  const t = braid.timeline, {data, at} = t.steps(0)[0], {start: a, end: b} = data.ranks.get(0).waits;
+  const box = t.canvas.getBoundingClientRect();
+  return [box.x + t.x((a[0] + b[0]) / 2 + at), box.y + 22 + 3 + 3 * t.lane + 2];
+})()"""
 
 
 @looking
-async def test_waiting_for_a_peer_and_for_transfers_are_told_apart(tmp_path: Path) -> None:
+async def test_hover_tells_what_the_trace_says_and_keys_move_it(tmp_path: Path) -> None:
+    """Waiting for a peer is told apart from waiting for transfers; nothing is wider than the window."""
     run = made_up(tmp_path / "run", 2, 3, late=1)
     ((peer, operator, waited),) = lines_of(run.path / "ranks.jsonl")[-1]["waits_for"][0]
-    assert peer == 1
+    rows = lines_of(run.path / "metrics.jsonl")[1:]
+    tp = sum(row["exposed_by_axis"]["tp"] for row in rows) / len(rows)
     async with looked_at(run.path, 3) as tab:
         await tab.until("braid.timeline.drawn === 3 && braid.run.ranks")
-        place = """(() => {
-          const t = braid.timeline, {data, at} = t.steps(0)[0], {start: a, end: b} = data.ranks.get(0).waits;
-          const box = t.canvas.getBoundingClientRect();
-          return [box.x + t.x((a[0] + b[0]) / 2 + at), box.y + 22 + 3 + 3 * t.lane + 2];
-        })()"""
-        _, tip = await hovered(tab, "timeline", place)
+        async for longest, text in told_of_longest(tab, run.path):
+            assert all(part in text for part in ("(simulated)", "predicted", "alone"))
+            assert ("exposed" in text) == (longest.stream == "intra")
+        _, tip = await hovered(tab, "timeline", WAIT)
         time = await written(tab, waited * 1e9)
+        assert peer == 1
         assert f"rank 0 waits for rank 1 ({operator}" in tip
         assert time in tip
-        assert f"rank 0 waits {time} for rank 1 ({operator})" in await read(tab, "stragglers")
-        rows = lines_of(run.path / "metrics.jsonl")[1:]
-        tp = sum(row["exposed_by_axis"]["tp"] for row in rows) / len(rows)
+        assert f"rank 0 waits {time} for rank 1 ({operator})" in await read(tab, "longest-wait")
         assert f"exposed by axis: tp {await written(tab, tp * 1e9)}" in await read(tab, "subline")
         charts = await read(tab, "charts")
         for title in ("Exposed, by axis", "Learning rate", "Validation, bits per byte"):
             assert title in charts
+        middle = await tab.evaluate("braid.timeline.time(700)")
+        await tab.evaluate("braid.timeline.zoom(4, 700)")
+        assert await tab.evaluate("braid.timeline.time(700)") == pytest.approx(middle, rel=1e-3)
+        assert await tab.evaluate("braid.timeline.time(800)") < middle * 1.5
+        await tab.key("+")
+        assert await tab.evaluate("braid.timeline.scale") == pytest.approx(6.4)
+        await tab.key("0")
+        assert await tab.evaluate("braid.timeline.scale") == 1
+        await tab.key(".")
+        await tab.key(".")
+        assert "measured" in await read(tab, "tip")
+        await tab.key("[")
+        assert await tab.evaluate("braid.timeline.step") == 2
+        assert await read(tab, "follow", "checked") is False
+        await tab.key("f")
+        assert await tab.evaluate("braid.timeline.step") == 3
+        ink = await tab.evaluate("braid.timeline.colours.ink")
+        await tab.key("t")
+        assert await tab.evaluate("braid.timeline.colours.ink") != ink
+        for width in (390, 1400):
+            size = {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": False}
+            await tab.send("Emulation.setDeviceMetricsOverride", **size)
+            assert await tab.evaluate("document.documentElement.scrollWidth") <= width
+            assert await tab.evaluate(CLIPPED) == 0
+        await tab.key("?")
+        assert await read(tab, "help", "open") is True
 
 
 @looking
@@ -217,74 +260,6 @@ async def test_the_step_before_stays_until_the_next_one_is_here(tmp_path: Path) 
         await tab.until("braid.timeline.drawn === 9")
         assert await read(tab, "step-shown", "textContent") == "9"
         assert "elapsed" in await read(tab, "progress", "textContent")
-
-
-@looking
-async def test_numbers_that_are_none_leave_gaps(tmp_path: Path) -> None:
-    run = made_up(tmp_path / "run", 2, 4)
-    rows = lines_of(run.path / "metrics.jsonl")
-    for row in rows[1:3]:
-        row |= dict.fromkeys(("loss", "grad_norm", "slowdown_seconds", "exposed_by_axis"))
-    (run.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    async with looked_at(run.path, 4) as tab:
-        assert await tab.evaluate("braid.run.columns.loss") == [rows[0]["loss"], None, None, rows[3]["loss"]]
-        outputs = "[...document.querySelectorAll('#charts output')].map((o) => o.textContent)"
-        texts = await tab.evaluate(outputs)
-        assert f"{rows[3]['loss']:.3f}" in texts
-        assert not [text for text in texts if "NaN" in text or "undefined" in text]
-
-
-@pytest.mark.parametrize("width", [390, 1400])
-@looking
-async def test_nothing_is_wider_than_the_window(tmp_path: Path, width: int) -> None:
-    run = made_up(tmp_path / "run", 2, 3)
-    run.note("telemetry", 2, "spans of some steps only, to stay within 1 % of the time")
-    async with looked_at(run.path, 3, width, 844) as tab:
-        await tab.until("document.querySelectorAll('#log td').length > 10")
-        assert await tab.evaluate("document.documentElement.scrollWidth") <= width
-        clipped = await tab.evaluate("""(() => {
-          const box = document.getElementById('budget').getBoundingClientRect();
-          const parts = [...document.querySelectorAll('#budget :is(span, output)')];
-          return parts.map((one) => one.getBoundingClientRect())
-            .filter((one) => one.left < box.left - 1 || one.right > box.right + 1).length;
-        })()""")
-        assert clipped == 0
-        words = await tab.evaluate("""(() => [...document.querySelectorAll('#log th')].map((one) => {
-          const range = document.createRange();
-          range.selectNodeContents(one);
-          return new Set([...range.getClientRects()].map((box) => box.top)).size;
-        }).filter((count) => count > 1).length)()""")
-        assert words == 0, "no word of the events is broken"
-
-
-@looking
-async def test_hover_tells_what_the_trace_says_and_keys_move_it(tmp_path: Path) -> None:
-    run = made_up(tmp_path / "run", 2, 3)
-    async with looked_at(run.path, 3) as tab:
-        async for longest, text in told_of_longest(tab, run.path):
-            assert all(part in text for part in ("(simulated)", "predicted", "alone"))
-            assert ("exposed" in text) == (longest.stream == "intra")
-        await read(tab, "timeline", "focus()")
-        await tab.key("+")
-        assert await tab.evaluate("braid.timeline.view !== null")
-        before = await tab.evaluate("braid.timeline.view[0]")
-        await tab.key("ArrowRight")
-        assert await tab.evaluate("braid.timeline.view[0]") > before
-        await tab.key("0")
-        assert await tab.evaluate("braid.timeline.view === null")
-        await tab.key(".")
-        await tab.key(".")
-        assert "measured" in await read(tab, "timeline-read", "textContent")
-        await tab.key("[")
-        assert await tab.evaluate("braid.timeline.step") == 2
-        assert await read(tab, "follow", "checked") is False
-        await tab.key("f")
-        assert await tab.evaluate("braid.timeline.step") == 3
-        theme = await tab.evaluate("document.documentElement.dataset.theme")
-        await tab.key("t")
-        assert await tab.evaluate("document.documentElement.dataset.theme") != theme
-        await tab.key("?")
-        assert await read(tab, "help", "open") is True
 
 
 @looking
@@ -368,3 +343,24 @@ async def test_a_run_that_trains_and_the_same_run_past(tmp_path: Path) -> None:
             process.communicate(timeout=60)
     async with looked_at(run, steps) as tab:
         await check_trained(tab, run, steps)
+
+
+@looking
+async def test_a_report_shows_the_run_without_a_single_request(tmp_path: Path, capsys: Capture) -> None:
+    """Data cannot leave their element."""
+    made = made_up(tmp_path / "run", ranks=8, steps=6)
+    output, evil = tmp_path / "report.html", "</script><script>alert(1)</script>"
+    with (made.path / "config.yaml").open("a") as config:
+        config.write(f"evil: {json.dumps(evil)}\n")
+    assert called(capsys, "report", made.path, "--output", output).code == 0
+    refused(called(capsys, "report", tmp_path / "none"), str(tmp_path / "none"))
+    text = output.read_text()
+    assert evil not in text
+    assert text.count("<script") == 2
+    async with browser() as tab:
+        await tab.open(output.as_uri())
+        await tab.until(DRAWN.format(step=6))
+        assert "of communication is hidden" in await read(tab, "headline")
+        assert tab.errors == []
+        assert {url.partition(":")[0] for url in tab.requests} <= {"file", "data", "about", "blob"}
+        assert len([url for url in tab.requests if url.startswith("file:")]) == 1

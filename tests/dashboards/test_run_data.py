@@ -13,7 +13,7 @@ from braid.scheduling.schedule.operations import Barrier, PassKind
 from braid.scheduling.schedule.text import parse
 from braid.scheduling.trace.stragglers import LAST
 from tests.dashboards.lines import lines_of
-from tests.dashboards.made_up_runs import LATE, MIXTURE, MadeUpRun, made_up
+from tests.dashboards.made_up_runs import MadeUpRun, made_up
 from tests.spans import communication_of, read_folder, spans_of
 
 
@@ -44,26 +44,31 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs") / "run"
+    made_up(path, 2, 2)
+    return path
+
+
 @pytest.fixture
-def one(tmp_path: Path) -> MadeUpRun:
-    return made_up(tmp_path / "run", 2, 1)
+def run(made: Path, tmp_path: Path) -> Path:
+    """A finished run of 2 ranks and 2 steps, which a test may damage."""
+    return Path(shutil.copytree(made, tmp_path / "run"))
 
 
 def test_a_slow_rank_is_named(finished: Path, tmp_path: Path) -> None:
-    ranks = read(finished).ranks(None)
+    ranks = read(finished).ranks()
     assert ranks["stragglers"] == [], "four steps tell nothing"
     assert ranks["line"]["step"] == 4
-    assert ranks["stages"] == [0, 0, 0, 0, 1, 1, 1, 1]
     shutil.copy(finished / "config.yaml", tmp_path)
     lines = [{**ranks["line"], "step": step} for step in range(1, LAST + 1)]
     (tmp_path / "ranks.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    longer = read(tmp_path).ranks(None)
-    assert [one["rank"] for one in longer["stragglers"]] == [3]
-    assert longer["rule"] == {"times": 1.2, "steps": LAST}
+    assert [(slow["rank"], slow["stage"]) for slow in read(tmp_path).ranks()["stragglers"]] == [(3, 0)]
 
 
 def test_experts_have_columns_and_the_newest_visits(finished: Path, tmp_path: Path) -> None:
-    run = made_up(tmp_path / "run", 2, 3, experts=MIXTURE)
+    run = made_up(tmp_path / "run", 2, 3, experts=True)
     data = read(run.path)
     found = data.metrics(0, 0)
     lines = lines_of(run.path / "metrics.jsonl")
@@ -95,20 +100,6 @@ def test_timeline_numbers_are_those_of_the_trace(finished: Path) -> None:
             names = [content["labels"][label]["operator"] for label in row["spans"]["label"]]
             shown = zip(names, row["spans"]["start"], row["spans"]["end"], strict=True)
             assert sorted(shown) == sorted((s.operator, s.start_ns, s.end_ns) for s in own)
-
-
-def test_time_in_which_a_peer_is_waited_for_is_told_apart(tmp_path: Path) -> None:
-    """It is shown where nothing runs, with the peer and the operator."""
-    run = made_up(tmp_path / "run", 2, 2, late=1)
-    content = told(read(run.path), 2)
-    waits, none = (row["waits"] for row in content["ranks"])
-    assert (waits["peer"], none["peer"]) == ([1], [])
-    assert content["labels"][waits["label"][0]]["stream"] == "intra"
-    line = lines_of(run.path / "ranks.jsonl")[-1]
-    waited = waits["end"][0] - waits["start"][0]
-    assert waited == pytest.approx(line["waiting_seconds"][0] * 1e9)
-    ends = (end for row in content["ranks"] for end in row["spans"]["end"])
-    assert waited == pytest.approx(max(ends) * LATE, rel=0.05)
 
 
 def test_ends_are_marked_in_the_pairing(finished: Path) -> None:
@@ -163,64 +154,54 @@ def test_files_of_old_names_are_read_anew_and_lines_when_they_are_whole(tmp_path
     assert told(data, 1)["ranks"] != before
 
 
-def test_damage_is_told_beside_what_is_there(tmp_path: Path) -> None:
-    run = made_up(tmp_path / "run", 2, 2)
-    path = run.path / "trace" / "rank-00001.0000.arrows"
+def test_damage_is_told_beside_what_is_there(run: Path) -> None:
+    path = run / "trace" / "rank-00001.0000.arrows"
     path.write_bytes(path.read_bytes() + bytes(100))
-    ranks = told(read(run.path), 2)["ranks"]
+    ranks = told(read(run), 2)["ranks"]
     assert ["is not the begin of a batch" in row["damage"] for row in ranks] == [False, True]
 
 
-def test_not_a_number_becomes_nothing(one: MadeUpRun) -> None:
-    metrics = one.path / "metrics.jsonl"
-    (line,) = lines_of(metrics)
-    metrics.write_text("\n".join(json.dumps({**line, "loss": loss}) for loss in (None, float("nan"))) + "\n")
-    data = read(one.path)
+def test_not_a_number_becomes_nothing(run: Path) -> None:
+    line = lines_of(run / "metrics.jsonl")[0]
+    content = [json.dumps({**line, "loss": loss}) for loss in (None, float("nan"))]
+    (run / "metrics.jsonl").write_text("\n".join(content) + "\n")
+    data = read(run)
     assert column(data, "loss") == [None, None]
     json.dumps(data.metrics(0, 0), allow_nan=False)
 
 
-def test_variables_are_shown_by_name(one: MadeUpRun) -> None:
+def test_variables_are_shown_by_name(run: Path) -> None:
     config = "name: x\ncluster: {env: {TWO: canary, ONE: canary}, spread: true}\n"
-    (one.path / "config.yaml").write_text(config)
-    state = read(one.path).state()
+    (run / "config.yaml").write_text(config)
+    state = read(run).state()
     assert state["config"]["cluster"] == {"env": ["ONE", "TWO"], "spread": True}
     assert "canary" not in json.dumps(state)
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("schedule.txt", "braid schedule 6\nnonsense"),
-        ("profile.json", "{"),
-        ("predicted.json", "[1"),
-        ("config.yaml", "a: [b"),
-        ("cluster.json", "\xff{"),
-        ("trace/predicted.arrows", "[]" * 9),
-    ],
-)
-def test_damaged_descriptions_are_named(one: MadeUpRun, name: str, content: str) -> None:
-    (one.path / name).write_text(content, encoding="latin-1")
-    (trouble,) = read(one.path).state()["trouble"]
-    assert Path(name).name in trouble
+def test_damaged_descriptions_are_named(run: Path) -> None:
+    damage = {
+        "schedule.txt": "braid schedule 6\nnonsense",
+        "profile.json": "{",
+        "predicted.json": "[1",
+        "config.yaml": "a: [b",
+        "cluster.json": "\xff{",
+        "trace/predicted.arrows": "[]" * 9,
+    }
+    for name, content in damage.items():
+        (run / name).write_text(content, encoding="latin-1")
+    trouble = "\n".join(read(run).state()["trouble"])
+    assert trouble.count("\n") >= len(damage) - 1
+    assert all(Path(name).name in trouble for name in damage)
 
 
-@pytest.mark.parametrize(
-    "line", ["[]", "{}", "7", '{"step": "1"}', '{"step": 1, "peak_bytes": 3}', '{"step": 1, "seconds": "x"}']
-)
-def test_odd_lines_do_no_harm(tmp_path: Path, line: str) -> None:
-    run = made_up(tmp_path / "run", 2, 2)
-    clean = read(run.path)
-    losses = column(clean, "loss")
-    newest = clean.ranks(None)["line"]
-    assert len(losses) == 2
+def test_odd_lines_do_no_harm(made: Path, run: Path) -> None:
+    odd = ["[]", "{}", "7", '{"step": "1"}', '{"step": 1, "peak_bytes": 3}', '{"step": 1, "seconds": "x"}']
     for name in ("metrics.jsonl", "ranks.jsonl", "events.jsonl"):
-        path = run.path / name
-        path.write_text(f"{line}\n{path.read_text()}")
-    data = read(run.path)
-    assert column(data, "loss")[-2:] == losses
-    assert data.ranks(None)["line"] == newest
-    json.dumps([data.metrics(0, 0), data.ranks(None), data.state()], allow_nan=False)
+        (run / name).write_text("\n".join([*odd, (run / name).read_text()]))
+    data, clean = read(run), read(made)
+    assert column(data, "loss")[-2:] == column(clean, "loss")
+    assert data.ranks()["line"] == clean.ranks()["line"]
+    json.dumps([data.metrics(0, 0), data.ranks(), data.state()], allow_nan=False)
 
 
 def linked(path: Path, away: Path) -> None:
@@ -228,18 +209,17 @@ def linked(path: Path, away: Path) -> None:
     path.symlink_to(away)
 
 
-def test_links_are_not_followed(one: MadeUpRun, tmp_path: Path) -> None:
-    traces = one.path / "trace"
-    linked(traces / "predicted.arrows", tmp_path / "predicted")
-    assert read(one.path).state()["predicted"]["compute_seconds"] is None
-    assert read(one.path).state()["traced"] == [1]
-    linked(traces, tmp_path / "elsewhere")
-    assert read(one.path).state()["traced"] == []
-    (tmp_path / "link").symlink_to(one.path)
-    assert column(read(tmp_path / "link"), "step") == [1], "a run may be named by a link"
-    linked(one.path / "predicted.json", tmp_path / "predicted.json")
-    linked(one.path / "metrics.jsonl", tmp_path / "metrics.jsonl")
-    data = read(one.path)
+def test_links_are_not_followed(run: Path, tmp_path: Path) -> None:
+    linked(run / "trace" / "predicted.arrows", tmp_path / "predicted")
+    assert read(run).state()["predicted"]["compute_seconds"] is None
+    assert read(run).state()["traced"] == [1, 2]
+    linked(run / "trace", tmp_path / "elsewhere")
+    assert read(run).state()["traced"] == []
+    (tmp_path / "link").symlink_to(run)
+    assert column(read(tmp_path / "link"), "step") == [1, 2], "a run may be named by a link"
+    linked(run / "predicted.json", tmp_path / "predicted.json")
+    linked(run / "metrics.jsonl", tmp_path / "metrics.jsonl")
+    data = read(run)
     assert data.state()["predicted"] is None
     assert column(data, "step") == []
 

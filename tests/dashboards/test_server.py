@@ -54,13 +54,13 @@ def answer(run: Path, path: str, method: str = "GET", headers: Any = None, **opt
 PAGES = ("/", "/main.js", "/style.css", "/api/state", "/api/metrics", "/api/ranks", "/api/timeline?step=1")
 
 
-@pytest.mark.parametrize("path", PAGES)
-def test_answers_and_their_headers(run: Path, path: str) -> None:
-    code, headers = answer(run, path)
-    assert code == 200
-    assert "script-src 'self';" in headers["Content-Security-Policy"]
-    assert "unsafe" not in headers["Content-Security-Policy"]
-    assert headers["X-Content-Type-Options"] == "nosniff"
+def test_answers_and_their_headers(run: Path) -> None:
+    for path in PAGES:
+        code, headers = answer(run, path)
+        assert code == 200, path
+        assert "script-src 'self';" in headers["Content-Security-Policy"]
+        assert "unsafe" not in headers["Content-Security-Policy"]
+        assert headers["X-Content-Type-Options"] == "nosniff"
 
 
 NO_PAGES = (
@@ -123,9 +123,9 @@ def test_who_may_read_what(run: Path, code: int, path: str, headers: Any, option
     assert answer(run, path, headers=headers, **options)[0] == code
 
 
-@pytest.mark.parametrize("method", ["POST", "HEAD", "OPTIONS", "TRACE"])
-def test_nothing_but_get(run: Path, method: str) -> None:
-    assert [answer(run, path, method)[0] for path in ("/", "/api/state", "/nothing")] == [405] * 3
+def test_nothing_but_get(run: Path) -> None:
+    for method in ("POST", "HEAD", "OPTIONS", "TRACE"):
+        assert [answer(run, path, method)[0] for path in ("/", "/api/state", "/nothing")] == [405] * 3
 
 
 def test_a_token_in_the_address_becomes_a_cookie(run: Path) -> None:
@@ -144,12 +144,6 @@ def test_a_token_in_the_address_becomes_a_cookie(run: Path) -> None:
     assert "SameSite=Strict" in cookie
     assert TOKEN not in cookie
     assert (inside, outside) == (200, 401)
-
-
-def test_beyond_loopback_only_with_a_token(run: Path) -> None:
-    for token, says in ((None, "--token-file"), ("short", "at least 16")):
-        with pytest.raises(ValueError, match=says):
-            make_app(run, host="0.0.0.0", token=token)
 
 
 async def next_news(stream: Any) -> dict[str, Any]:

@@ -23,22 +23,16 @@ LABELS = Labels(
 )
 
 
-def traces_of(tmp_path: Path, transfer: tuple[int, int], wait: tuple[int, int] | None = None) -> TraceFolder:
-    """Compute from 0 to 100 ms and one transfer; by choice a wait for a peer."""
-    records = np.zeros(2 if wait is None else 3, RECORD)
-    records["start_ns"][:2] = [0, transfer[0] * 10**6]
-    records["end_ns"][:2] = [100 * 10**6, transfer[1] * 10**6]
-    records["label"][:2] = [0, 1]
-    records["strand"], records["direction"] = 1, 1
-    if wait is not None:
-        records["start_ns"][2], records["end_ns"][2] = wait[0] * 10**6, wait[1] * 10**6
-        records["label"][2], records["kind"][2], records["peer"][2] = 1, KINDS.index("waiting"), 1
-    tmp_path.mkdir()
+def traces_of(transfer: tuple[int, int], wait: tuple[int, int] | None = None) -> TraceFolder:
+    """Compute from 0 to 100 ms and a transfer; by choice a wait for a peer."""
+    operator, waiting = KINDS.index("operator"), KINDS.index("waiting")
+    times = [((0, 100), 0, operator), (transfer, 1, operator), *([(wait, 1, waiting)] if wait else [])]
+    records = np.zeros(len(times), RECORD)
+    for record, ((begin, end), label, kind) in zip(records, times, strict=True):
+        record["start_ns"], record["end_ns"] = begin * 10**6, end * 10**6
+        record["label"], record["kind"], record["peer"] = label, kind, 1
     batch = Batch(rank=0, step=0, labels=LABELS, records=records)
-    (tmp_path / "rank-00000.0000.arrows").write_bytes(batch.encode())
-    traces = TraceFolder(tmp_path)
-    traces.refresh()
-    return traces
+    return TraceFolder(Path(), ranks={0: {0: batch}})
 
 
 def filled(picture: str, colour: str) -> float:
@@ -49,26 +43,19 @@ def filled(picture: str, colour: str) -> float:
 
 
 @pytest.mark.parametrize(("transfer", "exposed"), [((20, 60), 0), ((50, 150), 1 / 3), ((100, 200), 1 / 2)])
-def test_what_is_red_is_exposed(tmp_path: Path, transfer: tuple[int, int], exposed: float) -> None:
-    picture = timeline_svg({"step 1": (traces_of(tmp_path / "run", transfer), 0)})
+def test_what_is_red_is_exposed(transfer: tuple[int, int], exposed: float) -> None:
+    picture = timeline_svg({"step 1": (traces_of(transfer), 0)})
     assert filled(picture, EXPOSED) == pytest.approx(exposed, abs=1e-3)
     assert filled(picture, PEERS) == 0
     assert ElementTree.fromstring(picture).tag.endswith("svg")
 
 
-def test_a_step_without_spans_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no spans of step 8"):
-        timeline_svg({"step 8": (traces_of(tmp_path / "t", (0, 1)), 7)})
-
-
-def test_two_runs_stand_below_each_other(tmp_path: Path) -> None:
-    hidden, exposed = traces_of(tmp_path / "hidden", (20, 60)), traces_of(tmp_path / "exposed", (100, 200))
-    both = {"without": (exposed, 0), "with": (hidden, 0)}
+def test_two_runs_stand_below_each_other() -> None:
+    both = {"without": (traces_of((100, 200)), 0), "with": (traces_of((20, 60)), 0)}
     picture = timeline_svg(both)
     assert "without: 200 ms; 0% of communication is hidden" in picture
     assert "with: 100 ms; 100% of communication is hidden" in picture
-    text = timeline_text(both, width=20).plain.splitlines()
-    assert text == [
+    assert timeline_text(both, width=20).plain.splitlines() == [
         "without: 200 ms",
         "  compute " + "█" * 10 + " " * 10,
         "  hidden  " + " " * 20,
@@ -79,14 +66,16 @@ def test_two_runs_stand_below_each_other(tmp_path: Path) -> None:
         "  exposed " + " " * 20,
         "  transfers are hidden behind compute or exposed: compute waits for them",
     ]
+    with pytest.raises(ValueError, match="no spans of step 8"):
+        timeline_svg({"step 8": (traces_of((0, 1)), 7)})
 
 
-def test_waiting_for_a_peer_is_another_row_and_colour(tmp_path: Path) -> None:
+def test_waiting_for_a_peer_is_another_row_and_colour() -> None:
     """Compute to 100 ms, a peer waited for from 80 to 140 ms, of it 20 ms beside compute."""
-    traces = traces_of(tmp_path / "waits", (20, 60), wait=(80, 140))
-    text = timeline_text({"step": (traces, 0)}, width=14).plain.splitlines()
+    steps = {"step": (traces_of((20, 60), wait=(80, 140)), 0)}
+    text = timeline_text(steps, width=14).plain.splitlines()
     assert text[4] == "  peers   " + " " * 10 + "█" * 4
     assert text[2:4] == ["  hidden  " + " " * 2 + "█" * 4 + " " * 8, "  exposed " + " " * 14]
-    picture = timeline_svg({"step": (traces, 0)})
+    picture = timeline_svg(steps)
     assert filled(picture, PEERS) == pytest.approx(4 / 14, abs=1e-3)
     assert filled(picture, EXPOSED) == 0

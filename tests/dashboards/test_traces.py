@@ -7,18 +7,13 @@ from typing import Any
 
 import pytest
 
-from braid.actors.controller.controller import Controller, RunOptions
-from braid.actors.controller.planning import build_schedule
-from braid.actors.controller.records.run_records import StepDone
-from braid.actors.stage.rank.messages import RunPlan
 from braid.dashboards.perfetto import perfetto_trace
 from braid.dashboards.trace_folder import TraceFolder
 from braid.scheduling.mesh.cluster import Stream
-from braid.scheduling.schedule.text import write
 from braid.scheduling.trace.batches import apart
 from braid.scheduling.trace.spans import STRANDS
 from tests.dashboards.lines import lines_of
-from tests.end_to_end.runs import BYTES_VOCABULARY, KeptRanks, Run, prepare_text, run_layout, small_config
+from tests.end_to_end.runs import Run, prepare_text, run_layout
 from tests.in_process import Capture, called, refused
 from tests.spans import communication_of, read_folder, spans_of
 
@@ -110,19 +105,3 @@ def test_the_command(run: Run, tmp_path: Path, capsys: Capture) -> None:
         ((run.directory, "--output", tmp_path / "no" / "t.json"), "does not exist; make it"),
     ):
         refused(called(capsys, "trace", *arguments), said)
-
-
-def test_a_resumed_run_is_another_generation(tmp_path: Path) -> None:
-    data = prepare_text(tmp_path, 4, files=4)
-    config = small_config(tmp_path / "runs", train={"steps": 4}, parallel={"tp": 2})
-    shape = config.check(BYTES_VOCABULARY)
-    plan = RunPlan(config=config, shape=shape, schedule=write(build_schedule(config, shape)), data=str(data))
-    for options in (RunOptions(until=2), RunOptions(resume=True)):
-        events = list(Controller(plan, KeptRanks(config), options).run())
-    records = [event.record for event in events if isinstance(event, StepDone)]
-    assert [(record.step, record.generation) for record in records] == [(3, 2), (4, 2)]
-    folder = read_folder(config.run_directory)
-    assert folder.steps == [0, 1, 2, 3]
-    assert [{batch.generation for batch in folder.step(step)} for step in range(4)] == [{1}, {1}, {2}, {2}]
-    names = [sorted(span.operator for span in spans_of(folder.step(step))) for step in folder.steps]
-    assert names[0] == names[1] == names[2] == names[3]

@@ -11,8 +11,8 @@ from braid.scheduling.mesh.cluster import Stream
 from braid.scheduling.trace.arrays import outside, overlap_numbers, union, without
 from braid.scheduling.trace.batches import batches_of
 from braid.scheduling.trace.compare import compare_traces
-from braid.scheduling.trace.spans import Interval, OverlapNumbers, Span
-from tests.spans import intervals, merge
+from braid.scheduling.trace.spans import OverlapNumbers, Span
+from tests.spans import Interval, intervals, merge
 
 LONGEST = 40
 INTERVALS = st.lists(
