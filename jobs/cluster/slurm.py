@@ -1,6 +1,7 @@
 """``braid slurm``: writes a script for Slurm's ``sbatch`` around torchrun or Ray's symmetric run."""
 
 import math
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -16,6 +17,8 @@ from braid.jobs.usage import ConfigFile, Overrides, read_config
 SAVE_SECONDS: Final = 180
 """Seconds before the job's time limit at which the run is asked to save a checkpoint and to end."""
 
+_TIME: Final = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}")
+"""Time limits that Slurm takes, from minutes to days-hours:minutes:seconds."""
 _SCRIPT: Final = Template("""\
 #!/bin/bash
 # Written by `braid slurm`. It goes on from the newest checkpoint when it is submitted again, or requeued.
@@ -120,6 +123,11 @@ def script(
     for name, value in options.items():
         if value is not None and (not value or any(letter.isspace() for letter in value)):
             raise ConfigError(f"--{name} {value!r} must be a word, as sbatch takes it")
+    if (limit := options["time"]) is not None and not _TIME.fullmatch(limit):
+        raise ConfigError(
+            f"--time {limit} must be minutes, minutes:seconds, hours:minutes:seconds, days-hours, "
+            f"days-hours:minutes or days-hours:minutes:seconds, such as 12:00:00"
+        )
     cpus = max(1, math.ceil(each * cluster.cpus_per_rank))
     gpus = (gpus_per_node or each) if on_gpus else None
     wanted = {
