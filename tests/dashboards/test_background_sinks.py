@@ -233,7 +233,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 REFUSED = {
     "telemetry.mlflow.uri=mlruns": "must begin with http: or https: or file:",
-    "telemetry.mlflow.uri=http://me:secret@host": "has a password, and a configuration is written down",
+    "telemetry.mlflow.uri=http://me:secret@host": "leave it out and set MLFLOW_TRACKING_USERNAME and MLFLOW_",
     "telemetry.mlflow=http://host": "write them as telemetry.mlflow: {uri: ...}",
     "telemetry.webhook.url=ftp://host/x": "url='ftp://host/x': must begin with http: or https:",
     "telemetry.webhook.url=http:///x": "names no host; write it as http://HOST:PORT",
