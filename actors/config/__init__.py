@@ -5,7 +5,8 @@ the path of the key, its value, and what would be right.
 """
 
 import importlib.util
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -250,13 +251,21 @@ def parse_config(
     """Check a configuration that is already in memory; its paths stay as they are."""
     sections = {name for name, info in Config.model_fields.items() if section_of(info.annotation)}
     merged = {key: value for key, value in content.items() if value is not None or key not in sections}
+    overrides = list(overrides)
     for override in overrides:
         _override(merged, override)
     try:
         return Config.model_validate(merged)
     except ValidationError as error:
-        problems = problems_in(error.errors(), Config)
-        raise ConfigError("\n".join(f"{source}: {problem}" for problem in problems)) from None
+        problems = problems_in(error.errors(), Config).items()
+        lines = [f"{_origin(key, overrides) or source}: {problem}" for key, problem in problems]
+        raise ConfigError("\n".join(lines)) from None
+
+
+def _origin(key: str, overrides: Sequence[str]) -> str:
+    """Return the override that gave the faulty ``key`` its value; empty if none did."""
+    given = {override.partition("=")[0]: f"override {override!r}" for override in overrides}
+    return next((text for name, text in given.items() if re.match(rf"{re.escape(name)}\b", key)), "")
 
 
 @as_config_error()
