@@ -157,6 +157,8 @@ MISTAKES = [
     wrong("'model.lora={alpha: -1}'", "model.lora: alpha=-1 must be greater than zero"),
     wrong("'model.lora={targets: []}'", "model.lora: targets=[]|name some of q, k, v, o"),
     wrong("'model.lora={targets: [q, vv]}'", "model.lora: targets: 'vv'|did you mean 'v'?"),
+    wrong("'model.lora={targets: [q_proj]}'", "model.lora: targets: 'q_proj'|did you mean 'q'?"),
+    wrong("'model.lora={targets: [up_proj]}'", "model.lora: targets: 'up_proj'|did you mean 'up'?"),
     wrong("'model.lora={targets: [q, q]}'", "model.lora: targets=['q', 'q'] names a matrix twice"),
     wrong("'model.lora={targets: [gate]}' model.family=gpt", "'gate'|family gpt|without gate: leave it out"),
     wrong(f"'model.lora={{targets: [q, up]}}' {MOE} model.experts=4", "'up'|experts|leave it out"),
