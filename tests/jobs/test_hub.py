@@ -204,3 +204,7 @@ def test_a_commit_of_the_hub_is_what_was_found_first(tmp_path: Path) -> None:
         assert (code, "data.hub: 'me/other' cannot be looked up" in said) == (2, True)
     finally:
         stub.close()
+    code, said = command("me/other")
+    assert (code, said.count("\n"), "see to the network" in said) == (2, 1, True), (
+        "without the library's tries"
+    )
