@@ -100,6 +100,11 @@ def facts_of(facts: Mapping[str, str | Text], title: str | None = None, **look: 
     return table
 
 
+def counted(count: int, noun: str, plural: str = "s") -> str:
+    """Format a number of things, such as 1 batch, 2 batches. ``plural``: ending of several."""
+    return f"{count:,} {noun}{plural * (count != 1)}"
+
+
 def duration(seconds: float) -> str:
     """Format as hours, minutes and seconds, or from 100 hours on as days: 0:01:23, 12 d."""
     whole = round(seconds)

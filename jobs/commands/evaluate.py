@@ -13,6 +13,7 @@ from braid.jobs.commands.weights import (
     RunOrWeights,
     begins,
     check_installed,
+    check_source,
     first_line,
     opened,
     weights_of,
@@ -41,15 +42,17 @@ def evaluate(
     if include_path is not None and not include_path.is_dir():
         raise ConfigError(f"--include-path {include_path} is no folder; give the folder of task files")
     names = [name.strip() for name in tasks.split(",") if name.strip()]
+    check_source(source)
     manager = _known(names, tasks, include_path)
     with weights_of(source, checkpoint) as folder:
         model, tokenizer = opened(source, folder)
-        from lm_eval import simple_evaluate
+        from lm_eval import evaluator, simple_evaluate
         from lm_eval.models.huggingface import HFLM
 
         scored = HFLM(
             pretrained=model, tokenizer=tokenizer, batch_size=batch, add_bos_token=begins(model, tokenizer)
         )
+        evaluator.get_git_commit_hash = lambda: None  # git complains outside of its checkouts
         found = simple_evaluate(
             model=scored, tasks=names, limit=limit, task_manager=manager, log_samples=False
         )

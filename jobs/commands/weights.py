@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from braid.actors.config import ConfigError
-from braid.jobs.commands.checkpoint import Which, chosen, write_weights
+from braid.jobs.commands.checkpoint import Which, checkpoints_at, chosen, write_weights
 from braid.scheduling.model.presets.hugging_face import CONFIG
 
 RunOrWeights = Annotated[
@@ -30,20 +30,26 @@ def check_installed(command: str, module: str, extra: str) -> None:
         )
 
 
+def check_source(source: Path) -> None:
+    """Raise `ConfigError` if a path is neither a folder of weights, nor a run with checkpoints, nor one of
+    its checkpoints."""
+    if (source / CONFIG).is_file():
+        if not any(source.glob("*.safetensors")):
+            raise ConfigError(f"{source} holds {CONFIG} and no safetensors, and no other weights are read")
+    elif (source / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"{source} holds adapters without their model; give the run, or export it with --merge"
+        )
+    else:
+        checkpoints_at(source)
+
+
 @contextlib.contextmanager
 def weights_of(source: Path, which: Which = None) -> Iterator[Path]:
     """Yield a folder with weights and tokenizer: ``source``, or for the length of the block the export of a
     run's checkpoint (`chosen`), in fp32. Raise `ConfigError` if there are no weights."""
+    check_source(source)
     if not (source / CONFIG).is_file():
-        if not source.is_dir():
-            raise ConfigError(
-                f"{source} is neither a run nor a checkpoint, nor a folder of weights; give runs/NAME, or a "
-                f"folder with {CONFIG} and *.safetensors"
-            )
-        if (source / "adapter_config.json").is_file():
-            raise ConfigError(
-                f"{source} holds adapters without their model; give the run, or export it with --merge"
-            )
         found = chosen(source, which)
         with tempfile.TemporaryDirectory(prefix="braid-weights-") as folder:
             write_weights(found, Path(folder))
@@ -51,8 +57,6 @@ def weights_of(source: Path, which: Which = None) -> Iterator[Path]:
         return
     if which is not None:
         raise ConfigError(f"--checkpoint {which}: {source} holds weights and no checkpoints; leave it out")
-    if not any(source.glob("*.safetensors")):
-        raise ConfigError(f"{source} holds {CONFIG} and no safetensors, and no other weights are read")
     yield source
 
 

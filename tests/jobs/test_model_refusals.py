@@ -20,7 +20,7 @@ SCORE = "evaluate runs/old --tasks arc_easy"
 MISTAKES = {
     "generate --prompt x": "braid generate needs RUN|DIR: A run, one of its checkpoints, or a folder of",
     "generate runs/old": "braid generate needs --prompt: The beginning of the text",
-    "generate runs/absent --prompt x": "runs/absent is neither a run|nor a folder of weights",
+    "generate runs/absent --prompt x": "there is no run runs/absent; there are runs/old",
     "generate pickles --prompt x": "pickles holds config.json and no safetensors",
     SAY: "there is no checkpoint in runs/old/checkpoints yet",
     "generate runs/old --prompt ''": "--prompt is empty; give some text",
@@ -34,7 +34,10 @@ MISTAKES = {
     f"{SCORE} --include-path absent": "--include-path absent is no folder",
     f"{SCORE} --output no/scores.json": "--output no/scores.json: the folder no does not exist",
     f"{SCORE} --limit 0": "Invalid value for '--limit'",
-    "checkpoint export runs/absent out --checkpoint best": "runs/absent is neither a run nor a checkpoint",
+    "generate absent --prompt x": "there is no run absent; . holds no runs",
+    "generate first.yaml --prompt x": "first.yaml is neither a run nor a checkpoint",
+    "evaluate runs/absent --tasks absent": "there is no run runs/absent; there are runs/old",
+    "checkpoint export runs/absent out --checkpoint best": "there is no run runs/absent; there are runs/old",
     "train first.yaml --set checkpoint.keep_best=true": "checkpoint.keep_best=true|train.validate_every=0",
     "train first.yaml --set checkpoint.keep_best=2": "checkpoint.keep_best=2: must be true or false",
 }
@@ -44,6 +47,7 @@ MISTAKES = {
 def test_one_line_before_torch_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "first.yaml").write_text(FIRST)
     (tmp_path / "runs" / "old" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "runs" / "old" / "config.yaml").write_text("name: old")
     (tmp_path / "pickles").mkdir()
     (tmp_path / "pickles" / "config.json").write_text("{}")
     before = {*tmp_path.rglob("*")}
