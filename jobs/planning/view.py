@@ -10,7 +10,7 @@ from rich.text import Text
 
 from braid.actors.config import Config
 from braid.actors.controller.planning import build_schedule, model_graphs
-from braid.jobs.output import facts_of, say, table_of
+from braid.jobs.output import counted, facts_of, say, table_of
 from braid.jobs.planning import pictures
 from braid.scheduling.generate.lower import scheduled_parts
 from braid.scheduling.generate.setting import Setting
@@ -74,8 +74,8 @@ def show_plan(console: Console, plan: Plan, cluster: ClusterSpec) -> None:
     setting, score = plan.setting, plan.score
     model, workload = setting.model, setting.workload
     tokens = workload.global_batch * model.sequence
-    samples = f"{workload.micro_batch} sample{'s' if workload.micro_batch > 1 else ''}"
-    batches = f"{setting.micro_batches} micro-batches of {samples} of {model.sequence:,} tokens"
+    batches = counted(setting.micro_batches, "micro-batch", "es")
+    batches += f" of {counted(workload.micro_batch, 'sample')} of {model.sequence:,} tokens"
     facts = {
         "model": f"{model.family}, {model.parameters() / 1e9:.2f} B parameters{_trained(model)}: "
         f"{model.layers} layers, hidden {model.hidden}, {model.sequence:,} tokens; {setting.dtype}",
@@ -239,7 +239,7 @@ def show_traces(console: Console, first: str, second: str, compared: TraceCompar
     for name in ("step", "compute", "communication"):
         a, b = (getattr(step, f"{name}_ns") for step in steps)
         totals.add_row(f"{name} ms", f"{a / 1e6:.2f}", f"{b / 1e6:.2f}", f"{b / a:.3f}" if a else "-")
-    totals.add_row("hidden", *(f"{step.hidden_fraction:.1%}" for step in steps), "")
+    totals.add_row("hidden", *(figures.share(step.hidden_fraction, 1) for step in steps), "")
     console.print(totals)
     title = "operators, by what they add to the difference of a rank's step (all ms)"
     table = table_of(title, ("operator",), ("times", "A", "B", "B / A", "adds"))
@@ -278,8 +278,9 @@ def show_dry_run(console: Console, config: Config, shape: ModelShape) -> None:
         "model": f"{shape.family}, {shape.parameters() / 1e6:,.2f} M parameters{_trained(shape)}",
         "sizes": f"hidden {shape.hidden}, ffn {shape.ffn}, {shape.heads} heads, {shape.kv_heads} key-value "
         f"heads, head_dim {shape.head_dim}, vocabulary {shape.vocabulary}",
-        "layout": f"{layout.ranks} ranks: {layout.describe()}",
-        "batch": f"{workload.micro_batches(layout)} micro-batches a replica, {tokens:,} tokens a step",
+        "layout": f"{layout.ranks} ranks: {layout.describe()}" if layout.ranks > 1 else layout.describe(),
+        "batch": f"{counted(workload.micro_batches(layout), 'micro-batch', 'es')} a replica, {tokens:,} "
+        f"tokens a step",
         "FLOPs": f"{model_flops(shape, tokens) / 1e12:.3g} TFLOP a step (without recomputation)",
     }
     console.print(facts_of(facts, "plan"))
