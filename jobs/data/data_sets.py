@@ -22,7 +22,7 @@ from braid.jobs.data.corpus import MissingSourcesError
 from braid.jobs.data.executors import Executor
 from braid.jobs.data.identity import DataRequest
 from braid.jobs.data.prepare import Preparation, Prepared, prepare
-from braid.jobs.training.remarks import on_data
+from braid.jobs.training.remarks import on_data, on_template
 
 RECORD = "data.json"
 """File in a run's directory that names the data set's folder and the identity of its tokens."""
@@ -88,7 +88,7 @@ def prepare_data(
             prepared = _prepared(own, name, executor, show, warn, resume=resume, renew=renew)
         found.append(replace(prepared, output=prepared.output.resolve(), name=name))
         show(found[-1])
-        for text in on_data(own, prepared, share / BLOCK):
+        for text in (*on_template(own), *on_data(own, prepared, share / BLOCK)):
             warn(text)
     return _mixture(config, tuple(found)) if config.data.mixture else found[0]
 
