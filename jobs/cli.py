@@ -17,8 +17,7 @@ from braid.jobs.cluster.kubernetes import kubernetes
 from braid.jobs.cluster.slurm import slurm
 from braid.jobs.cluster.submission import JobError, jobs, submit
 from braid.jobs.commands.checkpoint import checkpoint
-from braid.jobs.commands.evaluate import evaluate
-from braid.jobs.commands.generate import generate
+from braid.jobs.commands.models import evaluate, generate
 from braid.jobs.commands.viewing import dashboard, grafana, logs, report, trace
 from braid.jobs.data.cli import data
 from braid.jobs.drill.cli import drill

@@ -258,14 +258,19 @@ def parse_config(
         return Config.model_validate(merged)
     except ValidationError as error:
         problems = problems_in(error.errors(), Config).items()
-        lines = [f"{_origin(key, overrides) or source}: {problem}" for key, problem in problems]
+        lines = [f"{_origin(key, problem, overrides) or source}: {problem}" for key, problem in problems]
         raise ConfigError("\n".join(lines)) from None
 
 
-def _origin(key: str, overrides: Sequence[str]) -> str:
-    """Return the override that gave the faulty ``key`` its value; empty if none did."""
-    given = {override.partition("=")[0]: f"override {override!r}" for override in overrides}
-    return next((text for name, text in given.items() if re.match(rf"{re.escape(name)}\b", key)), "")
+def _origin(key: str, problem: str, overrides: Sequence[str]) -> str:
+    """Return the override of the faulty ``key``, or of another one that the problem names; empty if there is
+    none."""
+    for override in reversed(overrides):
+        name = override.partition("=")[0]
+        named = f"{name.removeprefix(f'{key}.')}=" in problem
+        if named or re.match(rf"{re.escape(name)}\b", key):
+            return f"override {override!r}"
+    return ""
 
 
 @as_config_error()

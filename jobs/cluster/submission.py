@@ -9,7 +9,6 @@ import contextlib
 import logging
 import os
 import re
-import shlex
 import socket
 import sys
 import tempfile
@@ -72,18 +71,12 @@ class Job:
     entrypoint: str
     metadata: Mapping[str, str]
     """Metadata of a run: ``braid_run``, ``braid_layout`` (the mesh in words, as submitted),
-    ``braid_directory`` (as nodes see it), ``braid_submitted_by`` (``user@host``) and ``braid_stop_seconds``.
-    """
+    ``braid_directory`` (as nodes see it) and ``braid_submitted_by`` (``user@host``)."""
 
     @property
     def active(self) -> bool:
         """Whether the job is waiting or running."""
         return self.status not in _ENDED
-
-    @property
-    def stop_seconds(self) -> float:
-        given = self.metadata.get("braid_stop_seconds", "")
-        return float(given) if given.isdecimal() else STOP_SECONDS
 
     @property
     def cells(self) -> dict[str, Text]:
@@ -112,10 +105,6 @@ def submit(
         list[str] | None,
         typer.Option(help="A variable for the job; no secrets; may be repeated.", metavar="NAME=VALUE"),
     ] = None,
-    python: Annotated[str, typer.Option(help="Python on the cluster's nodes.")] = "python",
-    stop_seconds: Annotated[
-        int, typer.Option(help="Seconds to save a checkpoint when it is stopped.", min=1)
-    ] = STOP_SECONDS,
 ) -> None:
     """Train on a Ray cluster: send configuration and package to its job server.
 
@@ -141,19 +130,18 @@ def submit(
         "layout": "auto" if resolved.parallel.auto else resolved.layout().describe(),
         "directory": str(resolved.run_directory),
         "submitted_by": f"{os.environ.get('USER') or os.getuid()}@{socket.gethostname()}",
-        "stop_seconds": str(stop_seconds),
     }
     words = ["--resume"] * resume + ["--overwrite"] * overwrite
     with tempfile.TemporaryDirectory(prefix="braid-job-") as folder:
         (Path(folder) / "run.yaml").write_text(resolved.to_yaml(), encoding="utf-8")
         with _answers():
             server.client.submit_job(
-                entrypoint=shlex.join([python, "-m", "braid", "train", "run.yaml", *words]),
+                entrypoint=" ".join(["python -m braid train run.yaml", *words]),
                 submission_id=new,
                 runtime_env={
                     "working_dir": folder,
                     "py_modules": [package()],
-                    "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(stop_seconds), **variables},
+                    "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_SECONDS), **variables},
                 },
                 metadata={f"braid_{key}": value for key, value in facts.items()},
             )
@@ -196,13 +184,7 @@ def logs(name: Name, address: Address = _HERE, follow: Follow = False) -> None:
 
 
 @jobs.command(epilog=example("jobs stop first"))
-def stop(
-    name: Name,
-    address: Address = _HERE,
-    timeout: Annotated[
-        float | None, typer.Option(help="Seconds to wait; default: what the job was given, and 10.", min=0)
-    ] = None,
-) -> None:
+def stop(name: Name, address: Address = _HERE) -> None:
     """Stop a job and wait for it: the run saves a checkpoint first, and --resume goes on from there."""
     server = JobServer(address)
     job = server.find(name)
@@ -211,12 +193,11 @@ def stop(
         return
     with _answers():
         server.client.stop_job(job.id)
-    seconds = job.stop_seconds + 10 if timeout is None else timeout
-    stopped = server.ended(job, seconds)
+    stopped = server.ended(job, seconds := STOP_SECONDS + _STATUS_SECONDS)
     if stopped.active:
         raise JobError(
-            f"job {job.id} is still {stopped.status} {seconds:g} s after it was told to stop; "
-            f"it is killed {job.stop_seconds:g} s after it was told"
+            f"job {job.id} is still {stopped.status} {seconds:g} s after it was told to stop; see it with: "
+            f"braid jobs status {job.id}"
         )
     typer.echo(f"job {stopped.id} is {stopped.status}")
 

@@ -51,29 +51,19 @@ _STEP = re.compile(r"step-(\d+)")
 def list_checkpoints(run: RunFolder, as_json: AsJson = False) -> None:
     """Show a run's checkpoints: step, size, layout, validation loss, and whether every file is what was
     saved."""
-    all_saved = [_examined(path) for path in checkpoints_at(run)]
     best = _best(run)
     columns = [Column(name, justify="right") for name in ("step", "size")]
     columns += [Column(name, overflow="fold") for name in ("layout", "validation", "state")]
-    table = Table(*columns, box=None, pad_edge=False)
-    for saved in all_saved:
-        state = Text(saved.problem or "verified")  # file names must not be read as rich's markup
+    table, rows = Table(*columns, box=None, pad_edge=False), []
+    for saved in map(_examined, checkpoints_at(run)):
         loss = "-" if saved.validation_loss is None else f"{saved.validation_loss:.4f}"
         loss += f" {BEST}" if saved.step == best else ""
+        state = Text(saved.problem or "verified")  # file names must not be read as rich's markup
         table.add_row(str(saved.step), decimal(saved.size_bytes), saved.layout or "-", loss, state)
-    rows = [
-        {
-            "step": saved.step,
-            "path": str(saved.path),
-            "size_bytes": saved.size_bytes,
-            "layout": saved.layout,
-            "validation_loss": saved.validation_loss,
-            "best": saved.step == best,
-            "verified": not saved.problem,
-            "problem": saved.problem or None,
-        }
-        for saved in all_saved
-    ]
+        names = ("step", "size_bytes", "layout", "validation_loss")
+        row = {"path": str(saved.path), **{name: getattr(saved, name) for name in names}}
+        verified = {"verified": not saved.problem, "problem": saved.problem or None}
+        rows.append({**row, "best": saved.step == best, **verified})
     answer(as_json, lambda: rows, lambda: Console().print(table, highlight=False))
 
 

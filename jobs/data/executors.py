@@ -1,15 +1,14 @@
 """Executes the work of a preparation: on this machine's cores, or in tasks of a Ray cluster."""
 
 import multiprocessing
-import multiprocessing.connection
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import islice
 from typing import Any, TypeVar
 
 from braid.actors.controller.ranks.cpus import whole_cpus
+from braid.actors.controller.ranks.parent import die_with
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -24,21 +23,9 @@ def local_map(function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
         return
     workers = min(len(items), whole_cpus())
     context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with_parent) as pool:
+    ends = {"initializer": die_with, "initargs": (os.getpid(),)}  # or workers of a killed parent would wait
+    with ProcessPoolExecutor(workers, mp_context=context, **ends) as pool:  # type: ignore[arg-type]
         yield from pool.map(function, items)  # leaving it early cancels items that have not begun
-
-
-def _end_with_parent() -> None:
-    """End this worker process with its parent; otherwise workers of a killed parent would wait for work for
-    ever."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def wait() -> None:
-        multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
 
 
 def ray_map(function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:

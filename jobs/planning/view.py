@@ -1,5 +1,6 @@
 """Shows plans, simulations, runs that are to begin, and presets, in the terminal and as JSON."""
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -326,37 +327,29 @@ def presets_json() -> dict[str, Any]:
 
 
 def show_presets(console: Console) -> None:
-    """Print clusters and models in two tables whose names are never cut; their sources are listed below, by
-    number."""
-    sources: dict[str, int] = {}
-
-    def number_of(source: str) -> str:
-        return f"[{sources.setdefault(source, len(sources) + 1)}]"
-
+    """Print clusters and models in two tables whose names are never cut, and below them their sources."""
     plain: dict[str, Any] = {"box": None, "pad_edge": False, "padding": (0, 2, 0, 0)}
-    table = table_of(
-        "clusters (--cluster)", ("name", "GPUs"), ("TFLOP/s", "GB", "intra GB/s", "inter GB/s", ""), **plain
-    )
+    numbers = ("TFLOP/s", "GB", "intra GB/s", "inter GB/s")
+    clusters = table_of("clusters (--cluster); rates are of one GPU", ("name", "GPUs"), numbers, **plain)
     for name in cluster_names():
         c = cluster_preset(name)
-        table.add_row(
+        clusters.add_row(
             name,
             f"{c.nodes} x {c.gpus_per_node} {c.gpu.name}",
             f"{c.gpu.peak_flops_per_s / 1e12:g}",
             f"{c.gpu.memory_bytes / 1e9:g}",
             f"{c.intra.bytes_per_s / 1e9:g}",
             f"{c.inter.bytes_per_s / 1e9:g}" if c.inter else "-",
-            Text(number_of(c.source)),
         )
-    console.print(table)
-    columns = ("parameters", "layers", "hidden", "sequence", "")
-    table = table_of("models", ("name", "family"), columns, **plain)
+    sizes = ("parameters", "layers", "hidden", "sequence")
+    models = table_of("models", ("name", "family"), sizes, **plain)
     for name in model_names():
         m = model_preset(name)
-        sizes = (f"{m.parameters() / 1e9:.2f} B", str(m.layers), str(m.hidden), str(m.sequence))
-        table.add_row(name, m.family, *sizes, Text(number_of(model_source(name))))
-    console.print(table)
-    grid = Table.grid(padding=(0, 1))
-    for source, number in sources.items():
-        grid.add_row(Text(f"[{number}]"), Text(source))
-    console.print("sources; rates are of one GPU", grid)
+        size = f"{m.parameters() / 1e9:.2f} B"
+        models.add_row(name, m.family, size, str(m.layers), str(m.hidden), str(m.sequence))
+    sources = defaultdict[str, list[str]](list)
+    for name in (*cluster_names(), *model_names()):
+        source = model_source(name) if name in model_names() else cluster_preset(name).source
+        sources[source].append(name)
+    named = {", ".join(names): Text(source) for source, names in sources.items()}
+    console.print(clusters, models, facts_of(named, "sources", **plain))

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from braid.actors.controller.records.json_lines import read_lines
 from braid.jobs.bench.plain_torch import PlainModel, load_named
 from braid.jobs.commands.checkpoint import chosen
-from braid.jobs.commands.weights import opened, weights_of
+from braid.jobs.commands.models import opened, weights_of
 from tests.actors.saved import flip
 from tests.end_to_end.command import write_config
 from tests.end_to_end.runs import Run as Finished

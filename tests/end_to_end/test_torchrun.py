@@ -119,7 +119,7 @@ REFUSED = {
     "--set parallel.dp=x": "parallel.dp='x'",
     "--set elastic.max_ranks=4": "elastic.max_ranks=4: torchrun's processes do not come and go",
     "--resume": "there is no run|start it without --resume",
-    "--oops": "braid train has no option --oops",
+    "--oops": "No such option: --oops",
 }
 
 

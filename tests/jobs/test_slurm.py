@@ -145,7 +145,7 @@ def test_torchrun_on_two_nodes_trains(
 
 
 REFUSED = {
-    "": "braid slurm needs --nodes: Number of nodes",
+    "": "Missing option '--nodes'; see braid slurm --help",
     "--nodes 0": "Invalid value for '--nodes': must be greater than or equal to 1",
     "--nodes 3": "--nodes 3 does not divide the layout's 16 ranks evenly; change --nodes",
     "--nodes 2 --gpus-per-node 4": "--gpus-per-node 4 is less than the 8 ranks of a node|need --nodes 4",
