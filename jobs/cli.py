@@ -127,12 +127,12 @@ def demo(overrides: Overrides = None) -> None:
 def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
     """Tokenise a run's corpus now instead of on first use; renew data.directory if its files changed."""
     from braid.jobs.cluster.session import launcher_of
-    from braid.jobs.data.data_sets import check_sources, prepare_data
+    from braid.jobs.data.data_sets import check_data, prepare_data
     from braid.jobs.planning.work import with_plan
     from braid.jobs.training.display import Display
 
     resolved = with_plan(read_config(config, overrides))
-    check_sources(resolved)  # missing inputs are reported before a cluster starts
+    check_data(resolved, sources=True)  # missing inputs are reported before a cluster starts
     with (
         Display(Console(), live=resolved.telemetry.progress).running() as display,
         launcher_of(resolved) as (_, executor),

@@ -111,14 +111,10 @@ def script(
         raise ConfigError(
             f"cluster.address={cluster.address!r}: the script starts a cluster of its own; leave it out"
         )
-    if launcher == "ray" and cluster.launcher != "ray":
+    given = cluster.launcher if "launcher" in cluster.model_fields_set else None
+    if given is not None and (given == "ray") != (launcher == "ray"):
         raise ConfigError(
-            f"cluster.launcher={cluster.launcher!r} does not go with --launcher ray; set it to ray, or use "
-            f"--launcher torchrun"
-        )
-    if launcher == "torchrun" and "launcher" in cluster.model_fields_set and cluster.launcher == "ray":
-        raise ConfigError(
-            "cluster.launcher='ray' does not go with --launcher torchrun; leave it out, or use --launcher ray"
+            f"cluster.launcher={given!r} does not go with --launcher {launcher}; leave cluster.launcher out"
         )
     for name, value in options.items():
         if value is not None and (not value or any(letter.isspace() for letter in value)):

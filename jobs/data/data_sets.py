@@ -50,22 +50,16 @@ def _record(prepared: Prepared | PreparedMixture) -> dict[str, Any]:
     return {"directory": str(prepared.output), "fingerprint": prepared.index.fingerprint}
 
 
-def check_data(config: Config) -> None:
-    """Raise `ValueError` if a run could not have data: neither the files nor tokens made of them exist."""
+def check_data(config: Config, *, sources: bool = False) -> None:
+    """Raise `ValueError` if a run could not have data: neither the files nor tokens made of them exist.
+    ``sources``: the files must exist."""
     for name, own in _sets(config):
         with _of_set(name):
             try:
                 DataRequest.of(own)
             except MissingSourcesError:
-                if _known(own, name) is None:
+                if sources or _known(own, name) is None:
                     raise
-
-
-def check_sources(config: Config) -> None:
-    """Raise `ValueError` if source files are missing."""
-    for name, own in _sets(config):
-        with _of_set(name):
-            DataRequest.of(own)
 
 
 def prepare_data(

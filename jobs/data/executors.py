@@ -4,6 +4,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -23,8 +24,8 @@ def local_map(function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
         return
     workers = min(len(items), whole_cpus())
     context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
-    ends = {"initializer": die_with, "initargs": (os.getpid(),)}  # or workers of a killed parent would wait
-    with ProcessPoolExecutor(workers, mp_context=context, **ends) as pool:  # type: ignore[arg-type]
+    ends = partial(die_with, os.getpid())  # otherwise workers of a killed parent would wait for ever
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=ends) as pool:
         yield from pool.map(function, items)  # leaving it early cancels items that have not begun
 
 

@@ -157,7 +157,7 @@ REFUSED = {
     "--nodes 2 --time 1:2:3:4": "--time 1:2:3:4 must be minutes",
     "--nodes 2 --set cluster.address=auto": "cluster.address='auto': the script starts a cluster of its own",
     "--nodes 2 --set cluster.launcher=ray": "cluster.launcher='ray' does not go with --launcher torchrun",
-    "--nodes 2 --launcher ray --set cluster.launcher=processes": "does not go with --launcher ray; set it to",
+    "--nodes 2 --launcher ray --set cluster.launcher=processes": "does not go with --launcher ray; leave",
     "--nodes 2 --set parallel=auto": "parallel: auto is decided when a run starts, or by `braid plan`",
     "--nodes 2 --output no/run.sh": "--output no/run.sh: the folder no does not exist",
 }
