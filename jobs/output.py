@@ -122,7 +122,7 @@ class BackgroundOutput(io.TextIOBase):
         """``stream``: a stream with a file descriptor, such as ``sys.stdout``."""
         stream.flush()
         self._stream, self._file = stream, stream.fileno()
-        self._waiting: queue.Queue[str] = queue.Queue(_MOST_WRITES)
+        self._waiting: queue.Queue[bytes] = queue.Queue(_MOST_WRITES)
         """Pieces of output; an empty one ends the thread."""
         self._left_out = 0
         self._thread = threading.Thread(target=self._run, name="output", daemon=True)
@@ -142,9 +142,10 @@ class BackgroundOutput(io.TextIOBase):
         note = ""
         if self._left_out:
             note = f"\n... {self._left_out} characters were left out, as nobody read them ...\n"
+        data = f"{note}{text}".encode(self.encoding, self._stream.errors or "strict")
         try:
-            if text:
-                self._waiting.put_nowait(note + text)
+            if data:
+                self._waiting.put_nowait(data)
                 self._left_out = 0
         except queue.Full:
             self._left_out += len(text)
@@ -153,13 +154,12 @@ class BackgroundOutput(io.TextIOBase):
     def finish(self) -> None:
         """Wait a few seconds until all output is written; then leave the thread."""
         with contextlib.suppress(queue.Full):
-            self._waiting.put("", timeout=_LAST_SECONDS)
+            self._waiting.put(b"", timeout=_LAST_SECONDS)
         self._thread.join(_LAST_SECONDS)
 
     def _run(self) -> None:
         try:
-            while text := self._waiting.get():
-                data = text.encode(self.encoding, self._stream.errors or "strict")
+            while data := self._waiting.get():
                 while data:
                     try:
                         data = data[os.write(self._file, data) :]

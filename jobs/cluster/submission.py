@@ -254,7 +254,9 @@ class JobServer:
         little earlier."""
         deadline = time.monotonic() + seconds
         while True:
-            (job,) = (job for job in self.jobs() if job.id == id)
+            job = next((job for job in self.jobs() if job.id == id), None)
+            if job is None:
+                raise JobError(f"job {id} is gone from {self.address}")
             if not job.active or time.monotonic() >= deadline:
                 return job
             time.sleep(_POLL_SECONDS)

@@ -216,7 +216,8 @@ def _rows(part: FileRange, *columns: str, chat: bool = False) -> Iterator[tuple[
         try:
             for batch in batches:
                 # texts are read as bytes: Parquet does not check that its strings are UTF-8
-                arrays = batch.columns if chat else [batch.column(0).cast(pa.large_binary())]
+                arrays = [batch.column(name) for name in names]
+                arrays = arrays if chat else [arrays[0].cast(pa.large_binary())]
                 for values in zip(*arrays, strict=True):
                     yield f"row {row} of {part.path!r}", dict(zip(names, values, strict=True))
                     row += 1
