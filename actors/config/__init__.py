@@ -268,7 +268,8 @@ def _origin(key: str, problem: str, overrides: Sequence[str]) -> str:
     for override in reversed(overrides):
         name = override.partition("=")[0]
         named = f"{name.removeprefix(f'{key}.')}=" in problem
-        if named or re.match(rf"{re.escape(name)}\b", key):
+        unknown = problem.startswith("unknown") and name.startswith(f"{key}.")
+        if named or unknown or re.match(rf"{re.escape(name)}\b", key):
             return f"override {override!r}"
     return ""
 

@@ -302,10 +302,8 @@ def test_other_rows_are_another_data_set(tmp_path: Path) -> None:
 def test_what_is_left_out_is_told(tmp_path: Path) -> None:
     told = [exchange("hi", "x" * n) for n in (1, 2, 3, 90)] + [exchange("alone")]
     request = chat(tmp_path, told)
-    (tmp_path / "chat.yaml").write_text("")
-    data = {"files": [source.path for source in request.sources], "format": "chat", "validation_fraction": 0}
-    data["chat_template"] = str(tmp_path / "chat.jinja")
-    config = parse_config({"data": data, "model": {"sequence": 40}, "runs": str(tmp_path)})
+    data = {"data": {**request.data.model_dump(exclude_unset=True), "validation_fraction": 0}}
+    config = parse_config({**data, "model": {"sequence": 40}, "runs": str(tmp_path)})
     shown: list[Any] = []
     prepare_data(config, map, shown.append)
     (done,) = (event for event in shown if isinstance(event, Prepared))

@@ -146,9 +146,6 @@ def test_the_sentence_says_what_was_won() -> None:
         "that both made"
     )
     assert "a fault: other losses in 1 of the 12 steps" in replace(FOUND, alike=11).sentence
-
-
-def test_the_pictures_are_of_steps_of_median_length() -> None:
     assert FOUND.typical == (4, 4), "0.36 s and 0.3 s, behind the two steps that are left out"
 
 
