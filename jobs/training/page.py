@@ -5,16 +5,17 @@ So neither a slow viewer nor a fault in the page affects the training.
 
 import contextlib
 import os
+import queue
 import subprocess
 import sys
-import tempfile
+import threading
 import time
 from pathlib import Path
+from typing import IO
 
 from braid.dashboards.run_files import PAGE_ADDRESS
 
 _START_SECONDS = 20.0
-_LOOK_SECONDS = 0.05
 _END_SECONDS = 3.0
 
 
@@ -24,49 +25,64 @@ class LivePage:
 
     def __init__(self, port: int = 0) -> None:
         self._port, self._begin = port, time.time()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[str] | None = None
         self._address: Path | None = None
-        """File with the page's address, which its process writes."""
+        """File with the page's address."""
+        self._url = queue.SimpleQueue[str]()
+        """Receives the page's address once it serves, or an empty string when its process ends."""
+        self._said = "its process ended"
+        """Newest line of its output, apart from its address."""
 
     def open(self, run: Path) -> str:
         """Serve a run directory on this machine's loopback; return the address. Raise `ValueError` with the
         reason if the page does not start, which is no reason to end a training run."""
         arguments = (str(run), str(self._port), str(self._begin), str(os.getpid()))
-        self._address = run / PAGE_ADDRESS
-        self._address.unlink(missing_ok=True)  # of a run that was killed
-        with tempfile.TemporaryFile() as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "braid.jobs.training.page", *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is meant for the training, which ends the page
-            )
-            deadline = time.monotonic() + _START_SECONDS
-            while self._process.poll() is None and time.monotonic() < deadline:
-                if self._address.exists() and (url := self._address.read_text(encoding="utf-8")):
-                    return url
-                time.sleep(_LOOK_SECONDS)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "braid.jobs.training.page", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # Ctrl-C is meant for the training, which ends the page
+        )
+        assert self._process.stdout is not None
+        threading.Thread(target=self._listen, args=(self._process.stdout,), name="page", daemon=True).start()
+        try:
+            if url := self._url.get(timeout=_START_SECONDS):
+                self._address = run / PAGE_ADDRESS
+                with contextlib.suppress(OSError):
+                    self._address.write_text(url, encoding="utf-8")
+                return url
+            reason = self._said
+        except queue.Empty:
             reason = f"it did not answer within {_START_SECONDS:g} s"
-            if self._process.returncode is not None:
-                output.seek(0)
-                told = output.read().decode(errors="replace").split("\n")
-                reason = next((line for line in reversed(told) if line.strip()), "its process ended")
         self.close()
         raise ValueError(f"the live page did not start: {reason}")
 
     def close(self) -> None:
-        if self._process is None or self._address is None:
+        if self._process is None:
             return
         process, self._process = self._process, None
-        with contextlib.suppress(OSError):
-            self._address.unlink(missing_ok=True)
+        if self._address is not None:
+            with contextlib.suppress(OSError):
+                self._address.unlink(missing_ok=True)
         process.terminate()
         try:
             process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+    def _listen(self, lines: IO[str]) -> None:
+        """Read all output of the process, which would block once its pipe is full."""
+        with lines:
+            for line in lines:
+                if line.startswith("http://"):
+                    self._url.put(line.strip())
+                elif line.strip():
+                    self._said = line.strip()
+        self._url.put("")
 
 
 def main(run: str, port: str, begin: str, parent: str) -> None:
@@ -79,7 +95,7 @@ def main(run: str, port: str, begin: str, parent: str) -> None:
     os.nice(10)  # low priority: use the processor only when training leaves it idle
 
     def announce(url: str) -> None:
-        (Path(run) / PAGE_ADDRESS).write_text(url, encoding="utf-8")
+        print(url, flush=True)
 
     try:
         serve(Path(run), "127.0.0.1", int(port), None, announce, [metrics_route(Path(run), float(begin))])
