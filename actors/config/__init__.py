@@ -5,7 +5,6 @@ the path of the key, its value, and what would be right.
 """
 
 import importlib.util
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -269,7 +268,7 @@ def _origin(key: str, problem: str, overrides: Sequence[str]) -> str:
         name = override.partition("=")[0]
         named = f"{name.removeprefix(f'{key}.')}=" in problem
         unknown = problem.startswith("unknown") and name.startswith(f"{key}.")
-        if named or unknown or re.match(rf"{re.escape(name)}\b", key):
+        if named or unknown or key == name or key.startswith((f"{name}.", f"{name}[")):
             return f"override {override!r}"
     return ""
 
