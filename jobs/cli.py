@@ -17,8 +17,7 @@ from braid.jobs.cluster.kubernetes import kubernetes
 from braid.jobs.cluster.slurm import slurm
 from braid.jobs.cluster.submission import JobError, jobs, submit
 from braid.jobs.commands.checkpoint import checkpoint
-from braid.jobs.commands.evaluate import evaluate
-from braid.jobs.commands.generate import generate
+from braid.jobs.commands.models import evaluate, generate
 from braid.jobs.commands.viewing import dashboard, grafana, logs, report, trace
 from braid.jobs.data.cli import data
 from braid.jobs.drill.cli import drill
@@ -128,12 +127,12 @@ def demo(overrides: Overrides = None) -> None:
 def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
     """Tokenise a run's corpus now instead of on first use; renew data.directory if its files changed."""
     from braid.jobs.cluster.session import launcher_of
-    from braid.jobs.data.data_sets import check_sources, prepare_data
+    from braid.jobs.data.data_sets import check_data, prepare_data
     from braid.jobs.planning.work import with_plan
     from braid.jobs.training.display import Display
 
     resolved = with_plan(read_config(config, overrides))
-    check_sources(resolved)  # missing inputs are reported before a cluster starts
+    check_data(resolved, sources=True)  # missing inputs are reported before a cluster starts
     with (
         Display(Console(), live=resolved.telemetry.progress).running() as display,
         launcher_of(resolved) as (_, executor),

@@ -4,6 +4,7 @@ thread, so that a reader that does not read cannot block training."""
 import contextlib
 import io
 import os
+import queue
 import sys
 import threading
 import time
@@ -19,8 +20,8 @@ from rich.text import Text
 from braid.actors.config import ConfigError
 from braid.scheduling.text.json_text import json_text
 
-_MOST_BYTES = 1 << 20
-"""Most bytes of output that wait for their reader; further output is dropped."""
+_MOST_WRITES = 10_000
+"""Most pieces of output that wait for their reader; further output is dropped."""
 _LAST_SECONDS = 5.0
 """Seconds to wait at the end for a reader that does not read."""
 
@@ -100,6 +101,11 @@ def facts_of(facts: Mapping[str, str | Text], title: str | None = None, **look: 
     return table
 
 
+def counted(count: int, noun: str, plural: str = "s") -> str:
+    """Format a number of things, such as 1 batch, 2 batches. ``plural``: ending of several."""
+    return f"{count:,} {noun}{plural * (count != 1)}"
+
+
 def duration(seconds: float) -> str:
     """Format as hours, minutes and seconds, or from 100 hours on as days: 0:01:23, 12 d."""
     whole = round(seconds)
@@ -116,10 +122,9 @@ class BackgroundOutput(io.TextIOBase):
         """``stream``: a stream with a file descriptor, such as ``sys.stdout``."""
         stream.flush()
         self._stream, self._file = stream, stream.fileno()
-        self._waiting = bytearray()
+        self._waiting: queue.Queue[bytes] = queue.Queue(_MOST_WRITES)
+        """Pieces of output; an empty one ends the thread."""
         self._left_out = 0
-        self._broken = self._closing = False
-        self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="output", daemon=True)
         self._thread.start()
 
@@ -133,52 +138,37 @@ class BackgroundOutput(io.TextIOBase):
     def fileno(self) -> int:
         return self._file
 
-    def writable(self) -> bool:
-        return True
-
     def write(self, text: str) -> int:
-        data = text.encode(self.encoding, self._stream.errors or "strict")
-        with self._changed:
-            if self._broken:
-                return len(text)
-            if len(self._waiting) + len(data) > _MOST_BYTES:
-                self._left_out += len(data)
-                return len(text)
-            if self._left_out:
-                note = f"\n... {self._left_out} bytes were left out, as nobody read them ...\n"
-                self._waiting += note.encode()
+        note = ""
+        if self._left_out:
+            note = f"\n... {self._left_out} characters were left out, as nobody read them ...\n"
+        data = f"{note}{text}".encode(self.encoding, self._stream.errors or "strict")
+        try:
+            if data:
+                self._waiting.put_nowait(data)
                 self._left_out = 0
-            self._waiting += data
-            self._changed.notify_all()
+        except queue.Full:
+            self._left_out += len(text)
         return len(text)
 
     def finish(self) -> None:
-        """Wait at most `_LAST_SECONDS` until all output is written; then end the thread."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
+        """Wait a few seconds until all output is written; then leave the thread."""
+        with contextlib.suppress(queue.Full):
+            self._waiting.put(b"", timeout=_LAST_SECONDS)
         self._thread.join(_LAST_SECONDS)
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._closing)
-                data = bytes(self._waiting[:65536])
-            if not data:
-                return
-            try:
-                written = os.write(self._file, data)
-            except BlockingIOError:
-                written = 0
-                time.sleep(0.05)
-            except OSError as error:
-                with self._changed:
-                    self._broken = True
-                    self._waiting.clear()
-                complain(f"standard output cannot be written ({error.strerror}); training goes on without it")
-                return
-            with self._changed:
-                del self._waiting[:written]
+        try:
+            while data := self._waiting.get():
+                while data:
+                    try:
+                        data = data[os.write(self._file, data) :]
+                    except BlockingIOError:
+                        time.sleep(0.05)
+        except OSError as error:
+            complain(f"standard output cannot be written ({error.strerror}); training goes on without it")
+            while self._waiting.get():
+                pass
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from braid.actors.config import Config, load_config
-from braid.scheduling.text.suggestions import hint, must_be_one_of, nearest
+from braid.scheduling.text.suggestions import must_be_one_of, nearest
 
 ConfigFile = Annotated[Path, typer.Argument(help="The run's YAML file.", metavar="CONFIG")]
 RunFolder = Annotated[Path, typer.Argument(help="A run's directory, such as runs/first.", metavar="RUN")]
@@ -75,17 +75,9 @@ def told(error: Any) -> str:
     """Describe in one line a call that typer refuses: the fault, and the remedy."""
     context: Any = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "braid"
-    kind, text = type(error).__name__, str(error.format_message()).rstrip(".")
-    text = text.replace("Value error, ", "").replace("Input should", "must")
-    if kind == "NoSuchOption" and context is not None:
-        params = context.command.params
-        options = [name for param in params for name in param.opts if name.startswith("--")]
-        meant = hint(error.option_name, options)
-        return f"{path} has no option {error.option_name}; {meant or f'see {path} --help'}"
-    if kind == "MissingParameter":
-        parameter = error.param
-        name = parameter.opts[0] if parameter.param_type_name == "option" else parameter.metavar
-        return f"{path} needs {name}: {(parameter.help or '').rstrip('.')}; see {path} --help"
+    text = (
+        str(error.format_message()).rstrip(".").replace("Value error, ", "").replace("Input should", "must")
+    )
     if wrong := re.search(r"'([^']*)' is not one of (.*)", text):
         choices = [choice.strip(" '") for choice in wrong[2].split(",")]
         return f"{text[: wrong.start()]}{wrong[1]!r} {must_be_one_of(wrong[1], choices)}"

@@ -20,10 +20,10 @@ class Asked:
 
 @contextmanager
 def served(
-    answer: Callable[[Asked], tuple[int, str] | None], kind: str = "application/json"
+    answer: Callable[[Asked], tuple[Any, ...] | None], kind: str = "application/json"
 ) -> Iterator[int]:
-    """The port of a server that gives status and content, which is of a kind, or HTML; it cuts the connection
-    of what is not answered."""
+    """The port of a server that gives status, content, which is of a kind, or HTML, and perhaps headers; it
+    cuts the connection of what is not answered."""
 
     class Handler(BaseHTTPRequestHandler):
         def serve(self) -> None:
@@ -32,14 +32,18 @@ def served(
             if found is None:
                 self.close_connection = True
                 return
-            status, text = found
+            status, content, *headers = found
+            content = content.encode() if isinstance(content, str) else content
             self.send_response(status)
-            self.send_header("Content-Type", "text/html" if text.startswith("<") else kind)
-            self.send_header("Content-Length", str(len(text.encode())))
+            self.send_header("Content-Type", "text/html" if content.startswith(b"<") else kind)
+            self.send_header("Content-Length", str(len(content)))
+            for name, value in headers[0].items() if headers else ():
+                self.send_header(name, value)
             self.end_headers()
-            self.wfile.write(text.encode())
+            if self.command != "HEAD":
+                self.wfile.write(content)
 
-        do_GET = do_POST = do_PUT = do_DELETE = serve  # noqa: N815
+        do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = serve  # noqa: N815
 
         def log_message(self, format: str, *args: Any) -> None:
             """Nothing: tests read standard error."""

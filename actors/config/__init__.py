@@ -5,7 +5,7 @@ the path of the key, its value, and what would be right.
 """
 
 import importlib.util
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -213,14 +213,27 @@ def parse_config(
     content: Mapping[str, Any], overrides: Iterable[str] = (), source: str = "configuration"
 ) -> Config:
     """Check a configuration that is already in memory; its paths stay as they are."""
-    merged = dict(content)
+    merged, overrides = dict(content), list(overrides)
     for override in overrides:
         _override(merged, override)
     try:
         return Config.model_validate(merged)
     except ValidationError as error:
-        problems = problems_in(error.errors(), Config)
-        raise ConfigError("\n".join(f"{source}: {problem}" for problem in problems)) from None
+        problems = problems_in(error.errors(), Config).items()
+        lines = [f"{_origin(key, problem, overrides) or source}: {problem}" for key, problem in problems]
+        raise ConfigError("\n".join(lines)) from None
+
+
+def _origin(key: str, problem: str, overrides: Sequence[str]) -> str:
+    """Return the override of the faulty ``key``, or of another one that the problem names; empty if there is
+    none."""
+    for override in reversed(overrides):
+        name = override.partition("=")[0]
+        named = f"{name.removeprefix(f'{key}.')}=" in problem
+        unknown = problem.startswith("unknown") and name.startswith(f"{key}.")
+        if named or unknown or key == name or key.startswith((f"{name}.", f"{name}[")):
+            return f"override {override!r}"
+    return ""
 
 
 @as_config_error()

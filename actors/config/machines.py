@@ -105,9 +105,9 @@ class MlflowConfig(Section):
     @field_validator("uri")
     @classmethod
     def _checked(cls, uri: str | None) -> str | None:
-        return (
-            None if uri is None else checked_address(uri, ("http", "https", "file", "sqlite", "databricks"))
-        )
+        schemes = ("http", "https", "file", "sqlite", "databricks")
+        user = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD")
+        return None if uri is None else checked_address(uri, schemes, user)
 
 
 _EVENT = Literal["start", "failure", "checkpoint", "end"]

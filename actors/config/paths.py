@@ -148,9 +148,9 @@ def is_url(place: str) -> bool:
     return "://" in place or "::" in place
 
 
-def checked_address(address: str, schemes: Sequence[str]) -> str:
+def checked_address(address: str, schemes: Sequence[str], variables: Sequence[str] = ()) -> str:
     """Return the address of a tool; raise `ValueError` for another scheme, a missing host, or a password in
-    it."""
+    it. ``variables``: from which the tool takes user and password."""
     scheme, _, rest = address.partition(":")
     parts = urlsplit(address)
     if scheme not in schemes or not rest:
@@ -158,7 +158,10 @@ def checked_address(address: str, schemes: Sequence[str]) -> str:
     if scheme in ("http", "https") and not parts.hostname:
         raise ValueError("names no host; write it as http://HOST:PORT")
     if parts.password is not None:
-        raise ValueError("has a password, and a configuration is written down and shown; leave it out")
+        instead = f" and set {' and '.join(variables)}" if variables else ""
+        raise ValueError(
+            f"has a password, and a configuration is written down and shown; leave it out{instead}"
+        )
     return address
 
 

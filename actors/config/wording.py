@@ -104,9 +104,9 @@ def all_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield from all_keys(inner, f"{prefix}{name}.")
 
 
-def problems_in(errors: Iterable[Mapping[str, Any]], whole: type[BaseModel]) -> list[str]:
-    """Return one line for each faulty key in a configuration that ``whole`` describes: key, value, and what
-    would be right. ``errors``: pydantic's error list."""
+def problems_in(errors: Iterable[Mapping[str, Any]], whole: type[BaseModel]) -> dict[str, str]:
+    """Return one line by each faulty key in a configuration that ``whole`` describes: key, value, and what
+    would be right. The key is empty for a check over sections. ``errors``: pydantic's error list."""
     lines: dict[str, str] = {}
     for error in errors:
         location, keys = list(map(str, error["loc"])), []
@@ -128,7 +128,7 @@ def problems_in(errors: Iterable[Mapping[str, Any]], whole: type[BaseModel]) -> 
         else:
             line = _wrong_value(error, key, field, location)
         lines.setdefault(key, line)
-    return list(lines.values())
+    return lines
 
 
 def _wrong_value(error: Mapping[str, Any], key: str, field: FieldInfo, below: list[str]) -> str:

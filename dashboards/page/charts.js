@@ -27,7 +27,7 @@ export function runCharts(run) {
     { title: "Communication per step", write: seconds, zero: true, lines: [
       ["all; green: hidden", columns.communication_seconds, "hidden", "area"], ["waits (exposed)", columns.exposed_seconds, "hurt", "area"],
       ["predicted to wait", constant("exposed_seconds"), "hurt", "dash"]] },
-    { title: "Share of communication hidden", write: share, zero: true, top: 1, lines: [["hidden", columns.hidden_fraction, "hidden"], ["predicted", constant("hidden_fraction"), "hidden", "dash"]] },
+    { title: "Share of communication hidden", write: share, zero: true, top: 1, lines: [["hidden", columns.hidden_fraction, "hidden"], ["predicted", constant("hidden_fraction"), "hidden", "dash"]], none: "no transfers, or telemetry.spans is off" },
     { title: "Time of a step", write: seconds, zero: true, lines: [
       ["measured", columns.seconds, "blue"], ["with what lies between steps", wall, "amber", "dot"],
       ["predicted", constant("step_seconds"), "blue", "dash"], ["one strand, predicted", constant("serial_seconds"), "quiet", "dot"]] },

@@ -30,14 +30,12 @@ def kubernetes(
     ranks_per_node: Annotated[int, typer.Option(help="At most so many ranks on a worker pod.", min=1)] = 8,
     gpus: Annotated[bool, typer.Option("--gpus/--no-gpus", help="One GPU for every rank.")] = True,
     memory: Annotated[str, typer.Option(help="Memory of a rank.")] = "32Gi",
-    min_nodes: Annotated[int, typer.Option(help="Worker pods that are always there.", min=0)] = 0,
     max_nodes: Annotated[
         int | None, typer.Option(help="Most worker pods; default: what the run needs.", min=1)
     ] = None,
     mount: Annotated[
         Path, typer.Option(help="Where the claim is in the pods; relative paths begin there.")
     ] = (Path("/braid")),
-    namespace: Annotated[str | None, typer.Option(help="Kubernetes namespace.")] = None,
     token_secret: Annotated[
         str | None,
         typer.Option(help="Secret with Ray's token (key auth_token); default: the operator's own."),
@@ -51,8 +49,7 @@ def kubernetes(
     run = parse_config(read_content(config), overrides or (), source=str(config))
     all_ranks = run.layout().ranks
     ranks = min(ranks_per_node, all_ranks)
-    needed = -(-all_ranks // ranks)
-    least = max(min_nodes, needed)
+    least = -(-all_ranks // ranks)
     most = max_nodes or least
     name = re.sub(r"[^a-z0-9]+", "-", run.name.lower()).strip("-")
     name = name if name[:1].isalpha() else f"run-{name}"
@@ -63,16 +60,13 @@ def kubernetes(
     if not mount.is_absolute():
         raise ConfigError(f"--mount {mount} must be an absolute path")
     if most < least:
-        raise ConfigError(
-            f"--max-nodes {most} must be {least} or more: for {all_ranks} ranks, and --min-nodes"
-        )
+        raise ConfigError(f"--max-nodes {most} must be {least} or more, for {all_ranks} ranks")
     if (size := re.fullmatch(r"([1-9]\d*)(Mi|Gi|Ti)", memory)) is None:
         raise ConfigError(f"--memory {memory} must be a size such as 512Mi, 32Gi or 1Ti")
-    patience = run.cluster.placement_timeout_s
     cluster = {
         "address": None,
         "device": "cuda" if gpus else "cpu",
-        "placement_timeout_s": max(patience, _NODE_SECONDS) if min_nodes < needed else patience,
+        "placement_timeout_s": max(run.cluster.placement_timeout_s, _NODE_SECONDS),
     }
     run = anchored(run, mount).changed(cluster=cluster)
     cpus = max(1.0, run.cluster.cpus_per_rank * ranks)
@@ -81,14 +75,12 @@ def kubernetes(
         name=name,
         config_name=f"{name}-config",
         config=run.to_yaml(),
-        namespace=namespace,
         stop_seconds=STOP_SECONDS,
         ray_version=ray_version or _installed_ray(),
         token_secret=token_secret,
         image=image,
         claim=claim,
         mount=str(mount),
-        min_nodes=min_nodes,
         max_nodes=most,
         cpus=f"{cpus:g}" if cpus == int(cpus) else f"{cpus * 1000:.0f}m",
         memory=f"{int(size[1]) * ranks}{size[2]}",

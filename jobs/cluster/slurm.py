@@ -1,6 +1,7 @@
 """``braid slurm``: writes a script for Slurm's ``sbatch`` around torchrun or Ray's symmetric run."""
 
 import math
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -16,6 +17,8 @@ from braid.jobs.usage import ConfigFile, Overrides, read_config
 SAVE_SECONDS: Final = 180
 """Seconds before the job's time limit at which the run is asked to save a checkpoint and to end."""
 
+_TIME: Final = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}")
+"""Time limits that Slurm takes, from minutes to days-hours:minutes:seconds."""
 _SCRIPT: Final = Template("""\
 #!/bin/bash
 # Written by `braid slurm`. It goes on from the newest checkpoint when it is submitted again, or requeued.
@@ -108,18 +111,19 @@ def script(
         raise ConfigError(
             f"cluster.address={cluster.address!r}: the script starts a cluster of its own; leave it out"
         )
-    if launcher == "ray" and cluster.launcher != "ray":
+    given = cluster.launcher if "launcher" in cluster.model_fields_set else None
+    if given is not None and (given == "ray") != (launcher == "ray"):
         raise ConfigError(
-            f"cluster.launcher={cluster.launcher!r} does not go with --launcher ray; set it to ray, or use "
-            f"--launcher torchrun"
-        )
-    if launcher == "torchrun" and "launcher" in cluster.model_fields_set and cluster.launcher == "ray":
-        raise ConfigError(
-            "cluster.launcher='ray' does not go with --launcher torchrun; leave it out, or use --launcher ray"
+            f"cluster.launcher={given!r} does not go with --launcher {launcher}; leave cluster.launcher out"
         )
     for name, value in options.items():
         if value is not None and (not value or any(letter.isspace() for letter in value)):
             raise ConfigError(f"--{name} {value!r} must be a word, as sbatch takes it")
+    if (limit := options["time"]) is not None and not _TIME.fullmatch(limit):
+        raise ConfigError(
+            f"--time {limit} must be minutes, minutes:seconds, hours:minutes:seconds, days-hours, "
+            f"days-hours:minutes or days-hours:minutes:seconds, such as 12:00:00"
+        )
     cpus = max(1, math.ceil(each * cluster.cpus_per_rank))
     gpus = (gpus_per_node or each) if on_gpus else None
     wanted = {

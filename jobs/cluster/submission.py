@@ -9,7 +9,6 @@ import contextlib
 import logging
 import os
 import re
-import shlex
 import socket
 import sys
 import tempfile
@@ -72,18 +71,12 @@ class Job:
     entrypoint: str
     metadata: Mapping[str, str]
     """Metadata of a run: ``braid_run``, ``braid_layout`` (the mesh in words, as submitted),
-    ``braid_directory`` (as nodes see it), ``braid_submitted_by`` (``user@host``) and ``braid_stop_seconds``.
-    """
+    ``braid_directory`` (as nodes see it) and ``braid_submitted_by`` (``user@host``)."""
 
     @property
     def active(self) -> bool:
         """Whether the job is waiting or running."""
         return self.status not in _ENDED
-
-    @property
-    def stop_seconds(self) -> float:
-        given = self.metadata.get("braid_stop_seconds", "")
-        return float(given) if given.isdecimal() else STOP_SECONDS
 
     @property
     def cells(self) -> dict[str, Text]:
@@ -112,10 +105,6 @@ def submit(
         list[str] | None,
         typer.Option(help="A variable for the job; no secrets; may be repeated.", metavar="NAME=VALUE"),
     ] = None,
-    python: Annotated[str, typer.Option(help="Python on the cluster's nodes.")] = "python",
-    stop_seconds: Annotated[
-        int, typer.Option(help="Seconds to save a checkpoint when it is stopped.", min=1)
-    ] = STOP_SECONDS,
 ) -> None:
     """Train on a Ray cluster: send configuration and package to its job server.
 
@@ -141,28 +130,26 @@ def submit(
         "layout": "auto" if resolved.parallel.auto else resolved.layout().describe(),
         "directory": str(resolved.run_directory),
         "submitted_by": f"{os.environ.get('USER') or os.getuid()}@{socket.gethostname()}",
-        "stop_seconds": str(stop_seconds),
     }
     words = ["--resume"] * resume + ["--overwrite"] * overwrite
     with tempfile.TemporaryDirectory(prefix="braid-job-") as folder:
         (Path(folder) / "run.yaml").write_text(resolved.to_yaml(), encoding="utf-8")
         with _answers():
             server.client.submit_job(
-                entrypoint=shlex.join([python, "-m", "braid", "train", "run.yaml", *words]),
+                entrypoint=" ".join(["python -m braid train run.yaml", *words]),
                 submission_id=new,
                 runtime_env={
                     "working_dir": folder,
                     "py_modules": [package()],
-                    "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(stop_seconds), **variables},
+                    "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_SECONDS), **variables},
                 },
                 metadata={f"braid_{key}": value for key, value in facts.items()},
             )
-    job = server.find(new, by_run=False)
-    typer.echo(f"run {job.run} is job {job.id} at {address}; records in {job.metadata['braid_directory']}")
+    typer.echo(f"run {resolved.name} is job {new} at {address}; records in {resolved.run_directory}")
     if follow:
-        _follow(server, job)
+        _follow(server, new)
     else:
-        typer.echo(f"follow it with: braid jobs logs {job.run} -f --address {address}")
+        typer.echo(f"follow it with: braid jobs logs {resolved.name} -f --address {address}")
 
 
 @jobs.command("list", epilog=example("jobs list --address http://10.0.0.1:8265"))
@@ -189,20 +176,14 @@ def logs(name: Name, address: Address = _HERE, follow: Follow = False) -> None:
     server = JobServer(address)
     job = server.find(name)
     if follow:
-        _follow(server, job)
+        _follow(server, job.id)
         return
     with _answers():
         typer.echo(str(server.client.get_job_logs(job.id)), nl=False)
 
 
 @jobs.command(epilog=example("jobs stop first"))
-def stop(
-    name: Name,
-    address: Address = _HERE,
-    timeout: Annotated[
-        float | None, typer.Option(help="Seconds to wait; default: what the job was given, and 10.", min=0)
-    ] = None,
-) -> None:
+def stop(name: Name, address: Address = _HERE) -> None:
     """Stop a job and wait for it: the run saves a checkpoint first, and --resume goes on from there."""
     server = JobServer(address)
     job = server.find(name)
@@ -211,29 +192,28 @@ def stop(
         return
     with _answers():
         server.client.stop_job(job.id)
-    seconds = job.stop_seconds + 10 if timeout is None else timeout
-    stopped = server.ended(job, seconds)
+    stopped = server.ended(job.id, seconds := STOP_SECONDS + _STATUS_SECONDS)
     if stopped.active:
         raise JobError(
-            f"job {job.id} is still {stopped.status} {seconds:g} s after it was told to stop; "
-            f"it is killed {job.stop_seconds:g} s after it was told"
+            f"job {job.id} is still {stopped.status} {seconds:g} s after it was told to stop; see it with: "
+            f"braid jobs status {job.id}"
         )
     typer.echo(f"job {stopped.id} is {stopped.status}")
 
 
-def _follow(server: "JobServer", job: Job) -> None:
+def _follow(server: "JobServer", job: str) -> None:
     """Print a job's log to its end; exit with the job's code: 0, 1 if it failed, 130 if it was stopped."""
 
     async def show() -> None:
         with _answers():
-            async for text in server.client.tail_job_logs(job.id):
+            async for text in server.client.tail_job_logs(job):
                 sys.stdout.write(text)
                 sys.stdout.flush()
 
     try:
         asyncio.run(show())
     except KeyboardInterrupt:
-        complain(f"job {job.id} goes on; stop it with: braid jobs stop {job.id}")
+        complain(f"job {job} goes on; stop it with: braid jobs stop {job}")
         raise
     ended = server.ended(job)
     typer.echo(f"job {ended.id} is {ended.status}")
@@ -260,22 +240,26 @@ class JobServer:
             found = [_job(job) for job in self.client.list_jobs() if job.type.value == "SUBMISSION"]
         return sorted(found, key=lambda job: job.started or 0.0, reverse=True)
 
-    def find(self, name: str, *, by_run: bool = True) -> Job:
+    def find(self, name: str) -> Job:
         """Return the job of a run (the active one, else the newest), or the job with this id."""
         known = self.jobs()
-        found = _of_run(name, known) if by_run else []
-        if found := found or [job for job in known if job.id == name]:
+        found = _of_run(name, known) or [job for job in known if job.id == name]
+        if found:
             return found[0]
         names = ", ".join(dict.fromkeys(job.run or job.id for job in known)) or "none"
         raise ConfigError(f"there is no run or job named {name!r} at {self.address}; there are: {names}")
 
-    def ended(self, job: Job, seconds: float = _STATUS_SECONDS) -> Job:
-        """Return the job once it has ended, or its state after ``seconds``; its log may end a little
-        earlier."""
+    def ended(self, id: str, seconds: float = _STATUS_SECONDS) -> Job:
+        """Return the job with this id once it has ended, or its state after ``seconds``; its log may end a
+        little earlier."""
         deadline = time.monotonic() + seconds
-        while (now := self.find(job.id, by_run=False)).active and time.monotonic() < deadline:
+        while True:
+            job = next((job for job in self.jobs() if job.id == id), None)
+            if job is None:
+                raise JobError(f"job {id} is gone from {self.address}")
+            if not job.active or time.monotonic() >= deadline:
+                return job
             time.sleep(_POLL_SECONDS)
-        return now
 
 
 def _checked(config: Config) -> Config:
@@ -314,16 +298,14 @@ def _variables(settings: list[str]) -> dict[str, str]:
 def _check_new(name: str, known: list[Job], goes_on: bool) -> None:
     """Refuse a run that is active, or that has ended and is neither resumed nor overwritten."""
     for job in _of_run(name, known)[:1]:
+        now = f"job {job.id} is {job.status}"
+        other = "choose another with --set name=..."
         if job.active:
-            raise ConfigError(
-                f"run {name!r} is active: job {job.id} is {job.status}; wait for it, stop it with "
-                f"'braid jobs stop {name}', or choose another with --set name=..."
-            )
+            stop = f"stop it with 'braid jobs stop {name}'"
+            raise ConfigError(f"run {name!r} is active: {now}; wait for it, {stop}, or {other}")
         if not goes_on:
-            raise ConfigError(
-                f"run {name!r} was here before: job {job.id} is {job.status}; continue it with "
-                f"--resume, replace it with --overwrite, or choose another with --set name=..."
-            )
+            old = "continue it with --resume, replace it with --overwrite"
+            raise ConfigError(f"run {name!r} was here before: {now}; {old}, or {other}")
 
 
 def _of_run(name: str, known: list[Job]) -> list[Job]:

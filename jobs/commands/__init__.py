@@ -1,1 +1,2 @@
-"""Smaller commands: `checkpoint.py`, `demo.py`; `viewing.py` shows runs, also in Grafana."""
+"""Smaller commands: `checkpoint.py`, `demo.py`; `models.py` uses weights; `viewing.py` shows runs, also in
+Grafana."""

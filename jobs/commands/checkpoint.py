@@ -17,7 +17,7 @@ from rich.text import Text
 
 from braid.actors.config import ConfigError, read_content
 from braid.actors.controller.state.manifest import MANIFEST, CheckpointError, CheckpointStore, verify
-from braid.jobs.output import ExitCode, answer, complain, on_disk
+from braid.jobs.output import ExitCode, answer, complain, counted, on_disk
 from braid.jobs.usage import AsJson, RunFolder, example, group
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.model.shape import ModelShape
@@ -42,6 +42,8 @@ Which = Annotated[
         metavar=f"STEP|{BEST}",
     ),
 ]
+_NAMED: Final = 12
+"""Most runs that a message names."""
 _STEP = re.compile(r"step-(\d+)")
 
 
@@ -49,29 +51,19 @@ _STEP = re.compile(r"step-(\d+)")
 def list_checkpoints(run: RunFolder, as_json: AsJson = False) -> None:
     """Show a run's checkpoints: step, size, layout, validation loss, and whether every file is what was
     saved."""
-    all_saved = [_examined(path) for path in _checkpoints_at(run)]
     best = _best(run)
     columns = [Column(name, justify="right") for name in ("step", "size")]
     columns += [Column(name, overflow="fold") for name in ("layout", "validation", "state")]
-    table = Table(*columns, box=None, pad_edge=False)
-    for saved in all_saved:
-        state = Text(saved.problem or "verified")  # file names must not be read as rich's markup
+    table, rows = Table(*columns, box=None, pad_edge=False), []
+    for saved in map(_examined, checkpoints_at(run)):
         loss = "-" if saved.validation_loss is None else f"{saved.validation_loss:.4f}"
         loss += f" {BEST}" if saved.step == best else ""
+        state = Text(saved.problem or "verified")  # file names must not be read as rich's markup
         table.add_row(str(saved.step), decimal(saved.size_bytes), saved.layout or "-", loss, state)
-    rows = [
-        {
-            "step": saved.step,
-            "path": str(saved.path),
-            "size_bytes": saved.size_bytes,
-            "layout": saved.layout,
-            "validation_loss": saved.validation_loss,
-            "best": saved.step == best,
-            "verified": not saved.problem,
-            "problem": saved.problem or None,
-        }
-        for saved in all_saved
-    ]
+        names = ("step", "size_bytes", "layout", "validation_loss")
+        row = {"path": str(saved.path), **{name: getattr(saved, name) for name in names}}
+        verified = {"verified": not saved.problem, "problem": saved.problem or None}
+        rows.append({**row, "best": saved.step == best, **verified})
     answer(as_json, lambda: rows, lambda: Console().print(table, highlight=False))
 
 
@@ -79,7 +71,7 @@ def list_checkpoints(run: RunFolder, as_json: AsJson = False) -> None:
 def verify_checkpoints(source: RunOrCheckpoint) -> None:
     """Compare every file with its checksum; exit code 2, and the file's name, if one differs."""
     code = 0
-    for path in _checkpoints_at(source):
+    for path in checkpoints_at(source):
         saved = _examined(path)
         if saved.problem:
             complain(saved.problem)
@@ -119,7 +111,7 @@ def export_checkpoint(
     with new_directory(directory) as partial:
         files = write_weights(found, partial, dtype, int(max_file_gb * 1e9), state, adapters=not merge)
         size = sum(file.stat().st_size for file in files)
-    count = "1 file" if len(files) == 1 else f"{len(files)} files"
+    count = counted(len(files), "file")
     typer.echo(f"step {found.step} of {source}: {directory}, {decimal(size)} of {dtype} in {count}")
 
 
@@ -149,7 +141,7 @@ def chosen(source: Path, which: str | None = None) -> Examined:
     `ConfigError` if there is no such checkpoint, or it has no Hugging Face form, `CheckpointError` if none
     is good.
     """
-    paths = _checkpoints_at(source)
+    paths = checkpoints_at(source)
     if which is not None:
         paths = [_named(source, paths, which)]
     problems: list[str] = []
@@ -256,11 +248,15 @@ def _examined(path: Path) -> Examined:
         return replace(found, problem=str(error))
 
 
-def _checkpoints_at(path: Path) -> list[Path]:
+def checkpoints_at(path: Path) -> list[Path]:
     """Return all checkpoints of a run, oldest first, or the one checkpoint at ``path``.
 
     Raise `ConfigError` if the path is neither, or the run has none.
     """
+    if not path.exists():
+        runs = sorted(str(file.parent) for file in path.parent.glob("*/config.yaml"))
+        there = f"there are {', '.join(runs[:_NAMED])}" if runs else f"{path.parent} holds no runs"
+        raise ConfigError(f"there is no run {path}; {there}{', ...' if len(runs) > _NAMED else ''}")
     if (path / MANIFEST).is_file() or (path.is_dir() and _STEP.fullmatch(path.name)):
         return [path]
     store = CheckpointStore(path / "checkpoints")

@@ -23,6 +23,7 @@ from braid.dashboards.trace_folder import TraceFolder
 from braid.jobs.output import say
 from braid.jobs.training.display import Display, validation_line
 from braid.jobs.training.train import report_of, training
+from braid.scheduling.trace.figures import share
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "demo.yaml"
 STRETCH = 12
@@ -41,7 +42,8 @@ class Demo:
     seconds: tuple[tuple[float, ...], tuple[float, ...]]
     """Seconds of each step that the runs made by turns, on the slowest rank; without the first `_SETTLING`
     steps."""
-    hidden: tuple[float, float]
+    hidden: tuple[float | None, float | None]
+    """Share of communication that was hidden; None without communication."""
     compared: int
     """Number of steps that both runs made."""
     alike: int
@@ -64,7 +66,8 @@ class Demo:
 
     @property
     def sentence(self) -> str:
-        hid = f"{self.hidden[1]:.0%} of communication hidden ({self.hidden[0]:.0%} without)"
+        without, with_ = map(share, self.hidden)
+        hid = f"{with_} of communication hidden ({without} without)"
         steps = f"the {self.compared} steps that both made"
         same = f"same losses to the last bit in {steps}"
         if self.alike < self.compared:

@@ -7,7 +7,7 @@ import re
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import Annotated
 
 import typer
 
@@ -117,38 +117,28 @@ def _known(run: Path) -> list[int]:
 
 
 def _show_all(run: Path, rank: int | None, follow: bool) -> None:
-    """Print existing log lines; with ``follow``, also new lines until the run has ended."""
-    begun, files = set[int](), dict[int, BinaryIO]()
+    """Print existing log lines; with ``follow``, also new lines until the run has ended, each once it is
+    whole."""
+    shown: dict[int, int] = {}  # bytes of each file, by its inode, as a log is put aside or replaced
     while True:
         over = not follow or not is_under_way(run)
         for number in _known(run) if rank is None else [rank]:
-            with contextlib.suppress(FileNotFoundError):  # the file is being replaced
-                log = log_file(run, number)
-                if number not in begun and (aside := put_aside(log)).exists():
-                    with aside.open("rb") as old:
-                        _show(number, old, whole=False)
-                begun.add(number)
-                if number not in files:
-                    files[number] = log.open("rb")
-                file = files[number]
-                _show(number, file, whole=not over)
-                now, read = log.stat(), os.fstat(file.fileno())
-                if now.st_ino != read.st_ino or now.st_size < file.tell():  # replaced or truncated
-                    files.pop(number).close()
+            log = log_file(run, number)
+            for path in (put_aside(log), log):
+                with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+                    status = os.fstat(file.fileno())
+                    begin = shown.get(status.st_ino, 0)
+                    file.seek(position := begin if begin <= status.st_size else 0)
+                    for line in file:
+                        if not (over or line.endswith(b"\n")):
+                            break
+                        print(f"rank {number} | {line.decode(errors='replace').rstrip()}")
+                        position += len(line)
+                    shown[status.st_ino] = position
         sys.stdout.flush()
         if over:
             return
         time.sleep(_LOOK_SECONDS)
-
-
-def _show(rank: int, file: BinaryIO, *, whole: bool) -> None:
-    """Print the lines after the current position; with ``whole``, an unfinished last line waits for its
-    end."""
-    for line in file:
-        if whole and not line.endswith(b"\n"):
-            file.seek(-len(line), os.SEEK_CUR)
-            return
-        print(f"rank {rank} | {line.decode(errors='replace').rstrip()}")
 
 
 @grafana.command(epilog=example("grafana push --url http://127.0.0.1:3000"))

@@ -26,7 +26,7 @@ _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MARKS = "\ud800", "\ud801"
 """Begin and end of the assistants' text while a template is rendered: half surrogates, which no text has."""
 _SPLIT = re.compile(f"([{''.join(_MARKS)}])")
-_REMEDY: Final = (
+REMEDY: Final = (
     "put {% generation %} before the assistant's answer and {% endgeneration %} behind it in the template, "
     f"and name the file in {KEY}"
 )
@@ -79,6 +79,17 @@ class ChatTemplate:
             return _without_marks(self._text(conversation, conversation.messages))
         return self._by_prefixes(conversation)
 
+    @property
+    def hides_prompts(self) -> bool:
+        """Whether answers that the template renders begin with their prompt, such as the name of the role: it
+        neither marks answers nor writes prompts alone."""
+        asked = Conversation([{"role": "user", "content": "a"}], None, lambda: "a conversation")
+        try:
+            alike = self._text(asked, asked.messages) == self._text(asked, asked.messages, prompt=True)
+        except ValueError:  # it refuses this message
+            return False
+        return alike and not _MARKED.search(self.source)
+
     def _by_prefixes(self, conversation: Conversation) -> Rendered:
         messages = conversation.messages
         text, spans = self._text(conversation, messages), []
@@ -89,7 +100,7 @@ class ChatTemplate:
                 if not (text.startswith(after) and after.startswith(before)):
                     raise ValueError(
                         f"{KEY}: {self.origin} renders the first messages of {conversation.place()} "
-                        f"otherwise than the whole, so that the assistant's text cannot be told; {_REMEDY}"
+                        f"otherwise than the whole, so that the assistant's text cannot be told; {REMEDY}"
                     )
                 spans.append((len(before), len(after)))
         return Rendered(text, tuple(spans))

@@ -23,7 +23,6 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from glob import glob, has_magic
 from pathlib import Path
-from shlex import quote
 from typing import Any, BinaryIO, Literal, assert_never
 
 from braid.actors.config import ConfigError, DataConfig
@@ -296,16 +295,9 @@ def refuse_array(path: str) -> None:
     with opened(path) as file:
         begin = file.read(1 << 12)
     if _ARRAY.match(begin.removeprefix(codecs.BOM_UTF8)):
-        remedy = as_lines("jq -c '.[]'", path)
-        raise ValueError(f"{KEY}: {path!r} is one JSON array, not JSON lines; {remedy}")
-
-
-def as_lines(command: str, path: str) -> str:
-    """Return the remedy text: a command that converts a file to JSON lines."""
-    packing = endings(path)[1]
-    name = (os.path.basename(path) if is_url(path) else path).removesuffix(path[len(path) - len(packing) :])
-    unpack = "unpack it, and " if packing else ""
-    return f"{unpack}make lines of it: {command} < {quote(name)} > {quote(f'{name}.jsonl')}"
+        raise ValueError(
+            f"{KEY}: {path!r} is one JSON array, not JSON lines; make lines of it with: jq -c '.[]'"
+        )
 
 
 def open_parquet(path: str, field: str, *, chat: bool = False) -> Any:

@@ -22,7 +22,7 @@ from braid.jobs.data.corpus import MissingSourcesError
 from braid.jobs.data.executors import Executor
 from braid.jobs.data.identity import DataRequest
 from braid.jobs.data.prepare import Preparation, Prepared, prepare
-from braid.jobs.training.remarks import on_data
+from braid.jobs.training.remarks import on_data, on_template
 
 RECORD = "data.json"
 """File in a run's directory that names the data set's folder and the identity of its tokens."""
@@ -50,22 +50,16 @@ def _record(prepared: Prepared | PreparedMixture) -> dict[str, Any]:
     return {"directory": str(prepared.output), "fingerprint": prepared.index.fingerprint}
 
 
-def check_data(config: Config) -> None:
-    """Raise `ValueError` if a run could not have data: neither the files nor tokens made of them exist."""
+def check_data(config: Config, *, sources: bool = False) -> None:
+    """Raise `ValueError` if a run could not have data: neither the files nor tokens made of them exist.
+    ``sources``: the files must exist."""
     for name, own in _sets(config):
         with _of_set(name):
             try:
                 DataRequest.of(own)
             except MissingSourcesError:
-                if _known(own, name) is None:
+                if sources or _known(own, name) is None:
                     raise
-
-
-def check_sources(config: Config) -> None:
-    """Raise `ValueError` if source files are missing."""
-    for name, own in _sets(config):
-        with _of_set(name):
-            DataRequest.of(own)
 
 
 def prepare_data(
@@ -88,7 +82,7 @@ def prepare_data(
             prepared = _prepared(own, name, executor, show, warn, resume=resume, renew=renew)
         found.append(replace(prepared, output=prepared.output.resolve(), name=name))
         show(found[-1])
-        for text in on_data(own, prepared, share / BLOCK):
+        for text in (*on_template(own), *on_data(own, prepared, share / BLOCK)):
             warn(text)
     return _mixture(config, tuple(found)) if config.data.mixture else found[0]
 

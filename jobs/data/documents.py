@@ -18,7 +18,6 @@ from braid.jobs.data.corpus import (
     MESSAGES,
     NO_MESSAGES,
     FileRange,
-    as_lines,
     broken_parquet,
     choices,
     open_parquet,
@@ -52,7 +51,8 @@ def read_documents(part: FileRange, data: DataConfig) -> Iterator[str | None]:
             for line, offset in _lines(part, data):
                 yield None if line is None else _text_of_line(line, part.path, offset, data)
         case "parquet":
-            yield from _rows(part, data)
+            for row, values in _rows(part, data.text_field):
+                yield _decoded(values[data.text_field].as_py() or b"", data, row, 0)
         case "hub":
             yield from hub_documents(part, data)
         case "megatron":
@@ -82,21 +82,12 @@ def _lines_of_messages(part: FileRange, data: DataConfig) -> Iterator[tuple[Any,
 
 
 def _rows_of_messages(part: FileRange, data: DataConfig) -> Iterator[tuple[Any, Callable[[], str]]]:
-    import pyarrow as pa
-
-    groups = range(part.start, part.stop)
-    with open_parquet(part.path, MESSAGES, chat=True) as file:
-        row = sum(file.metadata.row_group(group).num_rows for group in range(part.start))
-        columns = [name for name in (MESSAGES, TOOLS) if name in file.schema_arrow.names]
-        batches = file.iter_batches(batch_size=256, row_groups=groups, columns=columns, use_threads=False)
+    for row, entry in _rows(part, MESSAGES, TOOLS, chat=True):
         try:
-            for entry in (entry for batch in batches for entry in batch.to_pylist()):
-                yield entry, f"row {row} of {part.path!r}".__str__
-                row += 1
+            content = {name: value.as_py() for name, value in entry.items()}
         except UnicodeDecodeError:
             raise ValueError(f"{KEY}: {part.path!r} has text that is not UTF-8; convert it") from None
-        except (OSError, pa.ArrowException) as fault:
-            raise broken_parquet(part.path, fault) from None
+        yield content, row.__str__
 
 
 def _conversation(entry: Mapping[str, Any], place: Callable[[], str]) -> Conversation:
@@ -163,9 +154,9 @@ def _entry_of_line(line: str, path: str, offset: int, remedy: str) -> dict[str, 
     except (ValueError, RecursionError) as fault:
         refuse_array(path)
         if "\r" in line.strip():
-            mended = as_lines(r"tr '\r' '\n'", path)
             raise ValueError(
-                f"{KEY}: {path!r} has lines that end in a carriage return alone; {mended}"
+                f"{KEY}: {path!r} has lines that end in a carriage return alone; make lines of it with: "
+                r"tr '\r' '\n'"
             ) from None
         # the fault's own line number is always 1
         reason = f"{fault.msg}, column {fault.colno}" if isinstance(fault, json.JSONDecodeError) else fault
@@ -212,18 +203,23 @@ def _kind(value: Any) -> str:
     return _KINDS.get(type(value), "a number")
 
 
-def _rows(part: FileRange, data: DataConfig) -> Iterator[str | None]:
+def _rows(part: FileRange, *columns: str, chat: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the rows of a range: each row's name for messages, and its values as scalars, by column. Columns
+    that are not there are left out, but for the first one (`open_parquet`)."""
     import pyarrow as pa
 
-    column, groups = data.text_field, range(part.start, part.stop)
-    with open_parquet(part.path, column) as file:
+    groups = range(part.start, part.stop)
+    with open_parquet(part.path, columns[0], chat=chat) as file:
         row = sum(file.metadata.row_group(group).num_rows for group in range(part.start))
-        batches = file.iter_batches(batch_size=256, row_groups=groups, columns=[column], use_threads=False)
+        names = [name for name in columns if name in file.schema_arrow.names]
+        batches = file.iter_batches(batch_size=256, row_groups=groups, columns=names, use_threads=False)
         try:
             for batch in batches:
-                # read as bytes: Parquet does not check that its strings are UTF-8
-                for content in batch.column(0).cast(pa.large_binary()):
-                    yield _decoded(content.as_py() or b"", data, f"row {row} of {part.path!r}", 0)
+                # texts are read as bytes: Parquet does not check that its strings are UTF-8
+                arrays = [batch.column(name) for name in names]
+                arrays = arrays if chat else [arrays[0].cast(pa.large_binary())]
+                for values in zip(*arrays, strict=True):
+                    yield f"row {row} of {part.path!r}", dict(zip(names, values, strict=True))
                     row += 1
         except (OSError, pa.ArrowException) as fault:
             raise broken_parquet(part.path, fault) from None

@@ -1,15 +1,15 @@
 """Executes the work of a preparation: on this machine's cores, or in tasks of a Ray cluster."""
 
 import multiprocessing
-import multiprocessing.connection
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
 from braid.actors.controller.ranks.cpus import whole_cpus
+from braid.actors.controller.ranks.parent import die_with
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -24,21 +24,9 @@ def local_map(function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
         return
     workers = min(len(items), whole_cpus())
     context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with_parent) as pool:
+    ends = partial(die_with, os.getpid())  # otherwise workers of a killed parent would wait for ever
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=ends) as pool:
         yield from pool.map(function, items)  # leaving it early cancels items that have not begun
-
-
-def _end_with_parent() -> None:
-    """End this worker process with its parent; otherwise workers of a killed parent would wait for work for
-    ever."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def wait() -> None:
-        multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
 
 
 def ray_map(function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:

@@ -20,6 +20,8 @@ _ITEMS = 256
 _ROWS = (1_000, 100_000)
 """Fewest and most rows of a work item."""
 _ROWS_AT_ONCE = 256
+_ANSWER_SECONDS = 5.0
+"""Seconds to wait for the Hub's first answer."""
 
 
 def hub_source(hub: HubConfig) -> Source:
@@ -33,8 +35,9 @@ def hub_source(hub: HubConfig) -> Source:
     remedy = "correct data.hub.id or data.hub.subset"
     if not _is_folder(hub):
         remedy = f"see to the network, or {remedy}"
-    with _told(f"{KEY}: {hub.id!r} cannot be looked up", remedy, MissingSourcesError):
-        builder = _library().load_dataset_builder(hub.id, hub.subset)
+    what = f"{KEY}: {hub.id!r} cannot be looked up"
+    with _told(what, remedy, MissingSourcesError), _library(hub) as library:
+        builder = library.load_dataset_builder(hub.id, hub.subset)
         data_files = getattr(builder.config, "data_files", None) or {}
         files = {str(split): paths for split, paths in data_files.items()}
     if not _is_folder(hub) and builder.repo_id is None:
@@ -101,8 +104,9 @@ def hub_documents(part: FileRange, data: DataConfig) -> Iterator[str]:
 def _rows(hub: HubConfig, path: str) -> Any:
     """Load a data set, or open it for streaming, once per process; ``path``: that of its source."""
     commit = None if _is_folder(hub) else path.rpartition("@")[2]
-    with _told(f"{KEY}: {hub.id!r} cannot be loaded", "correct the keys of data.hub, or see to the access"):
-        return _library().load_dataset(
+    remedy = "correct the keys of data.hub, or see to the access"
+    with _told(f"{KEY}: {hub.id!r} cannot be loaded", remedy), _library(hub) as library:
+        return library.load_dataset(
             hub.id, hub.subset, split=hub.split, streaming=hub.streaming, revision=commit
         )
 
@@ -111,12 +115,28 @@ def _is_folder(hub: HubConfig) -> bool:
     return hub.id.startswith((".", "/"))
 
 
-def _library() -> Any:
+@contextlib.contextmanager
+def _library(hub: HubConfig) -> Iterator[Any]:
+    """Yield the library. If the Hub does not answer, the library reads its cache within the block, and does
+    not ask for each file six times."""
     try:
         import datasets  # loads slowly
+        from huggingface_hub import constants, get_session
     except ImportError as fault:
         raise ConfigError(f"{KEY} needs the package datasets ({fault}); pip install 'braid[hub]'") from None
-    return datasets
+    settings: tuple[Any, Any] = constants, datasets.config
+    before = [module.HF_HUB_OFFLINE for module in settings]
+    try:
+        if not _is_folder(hub):
+            get_session().head(constants.ENDPOINT, timeout=_ANSWER_SECONDS)
+    except Exception:  # those of several HTTP clients
+        for module in settings:
+            module.HF_HUB_OFFLINE = True
+    try:
+        yield datasets
+    finally:
+        for module, offline in zip(settings, before, strict=True):
+            module.HF_HUB_OFFLINE = offline
 
 
 @contextlib.contextmanager

@@ -30,25 +30,16 @@ def with_hub_files(config: Config) -> Config:
 def _fetched(key: str, name: str, patterns: tuple[str, ...]) -> Path:
     """Return the folder of a repository's files that match ``patterns``, without those in subfolders."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
+    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
     from huggingface_hub.utils import disable_progress_bars
 
     disable_progress_bars()
     try:
         return Path(snapshot_download(name, allow_patterns=[*patterns], ignore_patterns=["*/*"]))
-    except GatedRepoError:
-        why = "its owner lets only registered users read it: ask there, then log in with `hf auth login`"
-    except RepositoryNotFoundError:
-        why = "there is none, or a private one: correct the name, or log in with `hf auth login`"
+    except RepositoryNotFoundError:  # also of one that only some may read
+        why = "there is none that you may read: correct the name, or ask its owner, then `hf auth login`"
     except LocalEntryNotFoundError:
         why = "the Hub does not answer, and no copy is here: see to the network, or give a path"
-    except HFValidationError as error:
-        why = str(error)
-    except Exception as error:  # those of several HTTP clients
-        why = f"it cannot be fetched: {type(error).__name__}: {error}".splitlines()[0]
+    except Exception as error:  # of a name that cannot be one, or those of several HTTP clients
+        why = f"it cannot be fetched: {error}".splitlines()[0]
     raise ConfigError(f"{key}={name!r} is no path here, and as a name on the Hugging Face Hub: {why}")

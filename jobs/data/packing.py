@@ -40,7 +40,7 @@ class RowWriter:
         self._writer, self._row_tokens, self._end, self._counts = writer, row_tokens, end, counts
         self._document: list[tuple[np.ndarray, np.ndarray]] = []
         """Ids and marks of the document that has not ended."""
-        self._length = self._bytes = 0
+        self._bytes = 0
         self._open: list[tuple[int, int]] = []
         """Room and number of every open row, sorted."""
         self._rows: dict[int, list[_Piece]] = {}
@@ -61,28 +61,9 @@ class RowWriter:
         """
         marks = np.full(len(ids), COUNTS, np.uint8) if counted is None else counted.astype(np.uint8)
         self._document.append((ids, marks))
-        self._length, self._bytes, row = (
-            self._length + len(ids),
-            self._bytes + bytes_of_text,
-            self._row_tokens,
-        )
-        while self._length > row:
-            whole_ids, whole_marks, size = self._taken()
-            whole_marks[0] = BEGINS
-            self._flush([(whole_ids[:row], whole_marks[:row], size, 0)])
-            self._document, self._length = (
-                [(whole_ids[row - 1 :], whole_marks[row - 1 :])],
-                len(whole_ids) - row + 1,
-            )
+        self._bytes += bytes_of_text
         if documents:
             self._end_document(documents)
-
-    def _taken(self) -> tuple[np.ndarray, np.ndarray, int]:
-        """Take the ids, marks and bytes of the document that has not ended."""
-        ids, marks = (np.concatenate(parts) for parts in zip(*self._document, strict=True))
-        size = self._bytes
-        self._document, self._length, self._bytes = [], 0, 0
-        return ids, marks, size
 
     def close(self) -> None:
         """Write all rows that are open."""
@@ -92,11 +73,18 @@ class RowWriter:
         self._writer.close()
 
     def _end_document(self, documents: int) -> None:
-        """Put the document into a row."""
-        if not (length := self._length):
+        """Write the whole rows of the document, and put the rest of it into a row."""
+        if not self._document:
             return
-        ids, marks, size = self._taken()
-        marks[0] = BEGINS
+        ids, marks = (np.concatenate(parts) for parts in zip(*self._document, strict=True))
+        size, self._document, self._bytes = self._bytes, [], 0
+        marks[:1] = BEGINS
+        while len(ids) > self._row_tokens:
+            self._flush([(ids[: self._row_tokens], marks[: self._row_tokens], size, 0)])
+            ids, marks, size = ids[self._row_tokens - 1 :], marks[self._row_tokens - 1 :], 0
+            marks[0] = BEGINS
+        if not (length := len(ids)):
+            return
         at = bisect_left(self._open, (length, 0))
         if at < len(self._open):
             room, number = self._open.pop(at)

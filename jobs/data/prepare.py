@@ -18,7 +18,6 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +38,7 @@ from braid.actors.stage.files.reading import UnreadableError
 from braid.jobs.data.corpus import WorkItem
 from braid.jobs.data.executors import Executor, local_map
 from braid.jobs.data.identity import DataRequest
-from braid.jobs.data.tokenise import ItemResult, Split, dtype_of, tokenise
+from braid.jobs.data.tokenise import ItemResult, Split, Tokenisation, dtype_of
 from braid.jobs.output import on_disk
 
 logger = logging.getLogger(__name__)
@@ -146,8 +145,8 @@ def _tokenised(
     one_text = [source.format for source in request.sources] == ["text"]
     split = Split(tail=fraction) if one_text else Split(threshold=int(fraction * 2**64))
     rows = request.rows
-    task = partial(tokenise, folder, request.data, tokenizer.name, tokenizer.fingerprint, rows)
-    results = _run(executor, partial(task, split), items, progress)
+    task = Tokenisation(folder, request.data, tokenizer.name, tokenizer.fingerprint, rows, split)
+    results = _run(executor, task, items, progress)
     counts = _counts(results)
     if not counts["documents"] and rows is not None and (long := counts["documents_long"]):
         raise ValueError(
@@ -170,7 +169,7 @@ def _tokenised(
         return results
     nearest = lowest + 1 if split.threshold <= lowest else highest
     better = Split(tail=fraction) if lowest == highest else Split(threshold=nearest)
-    return _run(executor, partial(task, better), items, progress)
+    return _run(executor, replace(task, split=better), items, progress)
 
 
 def _run(

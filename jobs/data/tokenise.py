@@ -6,7 +6,7 @@ It runs in any process and on any node that an executor chooses, and communicate
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -56,108 +56,102 @@ def dtype_of(tokenizer: Tokenizer) -> Literal["uint16", "uint32"]:
     return "uint16" if tokenizer.vocabulary <= 2**16 else "uint32"
 
 
-def tokenise(
-    folder: Path,
-    data: DataConfig,
-    tokenizer_name: str,
-    fingerprint: str,
-    rows: RowPacking | None,
-    split: Split,
-    item: WorkItem,
-) -> ItemResult:
-    """Read, split, tokenise and write the documents of one work item into ``folder``.
+@dataclass(frozen=True)
+class Tokenisation:
+    """Reads, splits, tokenises and writes documents into ``folder``."""
 
-    ``fingerprint``: of the tokenizer when the preparation began. ``rows``: None for a stream. Raise
-    `ValueError` for a bad document.
-    """
-    tokenizer = _tokenizer(tokenizer_name, data.end_token, fingerprint)
-    end, dtype = tokenizer.end_of_document, TOKEN_DTYPES[dtype_of(tokenizer)]
-    counts, lowest, highest = Counter[str](), 2**64, -1
-    shards = (ShardWriter(folder, name, item.number, dtype) for name in (TRAIN, VALIDATION))
-    train, validation = (s if rows is None else RowWriter(s, rows.tokens, end, counts) for s in shards)
-    with closing(train), closing(validation):
-        writers = {TRAIN: train, VALIDATION: validation}
-        numbers = _texts(data, tokenizer, split, item, counts, writers)
-        if data.format == "megatron":
-            numbers = _copied(tokenizer, split, item, counts, writers)
-        if rows is not None and rows.template is not None:
-            numbers = _conversations(data, tokenizer, rows, rows.template, split, item, counts, writers)
-        for number in numbers:
-            counts["documents"] += 1
-            lowest, highest = min(lowest, number), max(highest, number)
-    found = {TRAIN: train.shards, VALIDATION: validation.shards}
-    return ItemResult(item.number, found, counts, lowest, highest)
+    folder: Path
+    data: DataConfig
+    tokenizer_name: str
+    fingerprint: str
+    """Of the tokenizer when the preparation began."""
+    rows: RowPacking | None
+    """None: the documents become a stream."""
+    split: Split
 
+    def __call__(self, item: WorkItem) -> ItemResult:
+        """Process one work item. Raise `ValueError` for a bad document."""
+        tokenizer = _tokenizer(self.tokenizer_name, self.data.end_token, self.fingerprint)
+        dtype, rows = TOKEN_DTYPES[dtype_of(tokenizer)], self.rows
+        counts, lowest, highest = Counter[str](), 2**64, -1
+        writers: dict[str, Any] = {}
+        with ExitStack() as stack:
+            for name in (TRAIN, VALIDATION):
+                writer = ShardWriter(self.folder, name, item.number, dtype)
+                packed = rows and RowWriter(writer, rows.tokens, tokenizer.end_of_document, counts)
+                writers[name] = stack.enter_context(closing(packed or writer))
+            if self.data.format == "megatron":
+                numbers = self._copied(tokenizer, item, counts, writers)
+            elif rows is not None and rows.template is not None:
+                numbers = self._conversations(tokenizer, rows.tokens, rows.template, item, counts, writers)
+            else:
+                numbers = self._texts(tokenizer, item, counts, writers)
+            for number in numbers:
+                counts["documents"] += 1
+                lowest, highest = min(lowest, number), max(highest, number)
+        shards = {name: writer.shards for name, writer in writers.items()}
+        return ItemResult(item.number, shards, counts, lowest, highest)
 
-def _texts(
-    data: DataConfig,
-    tokenizer: Tokenizer,
-    split: Split,
-    item: WorkItem,
-    counts: Counter[str],
-    writers: Mapping[str, Any],
-) -> Iterator[int]:
-    """Write every text of a work item; yield their hashes."""
-    end = np.array([tokenizer.end_of_document])
-    for document in chain.from_iterable(read_documents(part, data) for part in item.ranges):
-        if not document or document.isspace():
-            counts["documents_skipped" if document is None else "documents_empty"] += 1
-            continue
-        number = document_hash(document)
-        yield number
-        for name, text, ends in _split_document(split, document, number):
-            writer = writers[name]
-            for piece in _pieces(text):
-                encoded = tokenizer.encode(piece)
-                counts["characters"] += len(piece)
-                counts["characters_lost"] += encoded.lost
-                counts["tokens_unknown"] += encoded.unknown
-                writer.write(encoded.ids, len(piece.encode()))
-            if ends:
-                writer.write(end, documents=1)
+    def _texts(
+        self, tokenizer: Tokenizer, item: WorkItem, counts: Counter[str], writers: Mapping[str, Any]
+    ) -> Iterator[int]:
+        """Write every text of a work item; yield their hashes."""
+        end = np.array([tokenizer.end_of_document])
+        for document in chain.from_iterable(read_documents(part, self.data) for part in item.ranges):
+            if not document or document.isspace():
+                counts["documents_skipped" if document is None else "documents_empty"] += 1
+                continue
+            number = document_hash(document)
+            yield number
+            for name, text, ends in _split_document(self.split, document, number):
+                for piece in _pieces(text):
+                    encoded = tokenizer.encode(piece)
+                    counts["characters"] += len(piece)
+                    counts["characters_lost"] += encoded.lost
+                    counts["tokens_unknown"] += encoded.unknown
+                    writers[name].write(encoded.ids, len(piece.encode()))
+                if ends:
+                    writers[name].write(end, documents=1)
 
+    def _copied(
+        self, tokenizer: Tokenizer, item: WorkItem, counts: Counter[str], writers: Mapping[str, Any]
+    ) -> Iterator[int]:
+        """Write every document of a work item of Megatron's files; yield the hashes of their tokens."""
+        for ids in chain.from_iterable(read_tokens(part, tokenizer) for part in item.ranges):
+            if not len(ids):
+                counts["documents_empty"] += 1
+                continue
+            number = token_hash(ids)
+            yield number
+            for name, part, ends in _split_document(self.split, ids, number):
+                writers[name].write(part, documents=int(ends))
 
-def _copied(
-    tokenizer: Tokenizer, split: Split, item: WorkItem, counts: Counter[str], writers: Mapping[str, Any]
-) -> Iterator[int]:
-    """Write every document of a work item of Megatron's files; yield the hashes of their tokens."""
-    for ids in chain.from_iterable(read_tokens(part, tokenizer) for part in item.ranges):
-        if not len(ids):
-            counts["documents_empty"] += 1
-            continue
-        number = token_hash(ids)
-        yield number
-        for name, part, ends in _split_document(split, ids, number):
-            writers[name].write(part, documents=int(ends))
-
-
-def _conversations(
-    data: DataConfig,
-    tokenizer: Tokenizer,
-    rows: RowPacking,
-    template: ChatTemplate,
-    split: Split,
-    item: WorkItem,
-    counts: Counter[str],
-    writers: Mapping[str, Any],
-) -> Iterator[int]:
-    """Write every conversation of a work item, but for conversations that are longer than a row, or have no
-    token that counts; yield the hashes of their texts."""
-    for conversation in chain.from_iterable(read_conversations(part, data) for part in item.ranges):
-        if conversation is None:
-            counts["documents_skipped"] += 1
-            continue
-        rendered = template.render(conversation)
-        encoded, counted = encode(tokenizer, rendered)
-        if len(encoded.ids) > rows.tokens or not counted[1:].any():
-            counts["documents_long" if len(encoded.ids) > rows.tokens else "documents_silent"] += 1
-            continue
-        counts["characters"] += len(rendered.text)
-        counts["tokens_unknown"] += encoded.unknown
-        number = document_hash(rendered.text)
-        yield number
-        name = VALIDATION if number < split.threshold else TRAIN
-        writers[name].write(encoded.ids, documents=1, counted=counted)
+    def _conversations(
+        self,
+        tokenizer: Tokenizer,
+        row_tokens: int,
+        template: ChatTemplate,
+        item: WorkItem,
+        counts: Counter[str],
+        writers: Mapping[str, Any],
+    ) -> Iterator[int]:
+        """Write every conversation of a work item, but for conversations that are longer than a row, or have
+        no token that counts; yield the hashes of their texts."""
+        for conversation in chain.from_iterable(read_conversations(part, self.data) for part in item.ranges):
+            if conversation is None:
+                counts["documents_skipped"] += 1
+                continue
+            rendered = template.render(conversation)
+            encoded, counted = encode(tokenizer, rendered)
+            if len(encoded.ids) > row_tokens or not counted[1:].any():
+                counts["documents_long" if len(encoded.ids) > row_tokens else "documents_silent"] += 1
+                continue
+            counts["characters"] += len(rendered.text)
+            counts["tokens_unknown"] += encoded.unknown
+            number = document_hash(rendered.text)
+            yield number
+            name = VALIDATION if number < self.split.threshold else TRAIN
+            writers[name].write(encoded.ids, documents=1, counted=counted)
 
 
 @lru_cache(maxsize=1)

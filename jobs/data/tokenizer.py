@@ -274,35 +274,22 @@ def _end_token(path: Path, ids: Mapping[str, int], special: list[str], wanted: s
     configuration's choice. Raise `ValueError`, which names candidates, if no token is named, or the named one
     is unknown.
     """
-    token: Any = wanted
     names = {number: name for name, number in ids.items()}
-    wrong = f"{wanted!r} is no token of {str(path)!r}; name one"
+    told: list[tuple[Any, str]] = [(wanted, "the configuration")] if wanted is not None else []
     for file in BESIDE if wanted is None else ():
-        said = _ends(content_of(path.parent / file), names)
-        if len(said) == 1:
-            token = said[0]
-            wrong = (
-                f"{path.parent / file} ends texts with {token!r}, which is no token of {str(path)!r}; "
-                f"set {KEY} to one"
-            )
-            break
-    if token is None:
-        match [name for name in _NAMES if name in ids]:
-            case [name]:
-                return name
-            case []:
-                wrong = (
-                    f"neither {str(path)!r} nor a file beside it says which token ends a document; "
-                    f"set {KEY} to one"
-                )
-            case several:
-                raise ValueError(
-                    f"{KEY}: {str(path)!r} has {_listed(several)}, and no file beside it says which ends a "
-                    f"document; set {KEY} to one of them"
-                )
-    if token not in ids:
-        raise ValueError(f"{KEY}: {wrong}, such as {_listed([name for name in special if name in ids])}")
-    return str(token)
+        if len(ends := _ends(content_of(path.parent / file), names)) == 1:
+            told.append((ends[0], str(path.parent / file)))
+    if told:
+        token, origin = told[0]
+        if token in ids:
+            return str(token)
+        why, choices = f"{origin} names {token!r}, which is no token of {str(path)!r}", special
+    else:
+        choices = [name for name in _NAMES if name in ids]
+        if len(choices) == 1:
+            return choices[0]
+        why, choices = f"no file beside {str(path)!r} says which token ends a document", choices or special
+    raise ValueError(f"{KEY}: {why}; set it to one, such as {_listed([n for n in choices if n in ids])}")
 
 
 def special_names(folder: Path) -> dict[str, str]:

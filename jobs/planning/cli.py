@@ -2,6 +2,8 @@
 schedule and costs."""
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -41,17 +43,24 @@ def plan(
 ) -> None:
     """Find the best layout, schedule and pairing of a job on a cluster."""
     from braid.jobs.planning import view, work
-    from braid.jobs.planning.searching import searching
 
     check_outputs(output=output, svg=svg)
     job = work.request(config, overrides, cluster, nodes, profile)
-    with searching(quiet=as_json) as tell:
+    with _searching() as tell:
         made = work.make_plan(job, tell)
     if output is not None:
         write_output("output", output, made.to_yaml())
     if svg is not None:
         _draw(work.simulate_plan(made, job.cluster, None, job.profile), svg)
     answer(as_json, lambda: view.plan_json(made), lambda: view.show_plan(Console(), made, job.cluster))
+
+
+@contextmanager
+def _searching() -> Iterator[Callable[[str], None]]:
+    """Yield a function to which a search within the block reports what it is doing, and show that in a
+    terminal."""
+    with Console(stderr=True).status("searching") as status:
+        yield lambda what: status.update(f"searching: {what}")
 
 
 def simulate(
@@ -113,13 +122,12 @@ def explain(
 ) -> None:
     """Why a plan is as it is, what the runners-up cost, and what would help most."""
     from braid.jobs.planning import view, work
-    from braid.jobs.planning.searching import searching
     from braid.scheduling.plan.explain import explain as explained
     from braid.scheduling.plan.plan import read_plan
 
     made = read_plan(plan)
     spec = work.cluster_of(made, cluster, nodes)
-    with searching(quiet=as_json) as tell:
+    with _searching() as tell:
         explanation = explained(made, spec, tell)
     content = view.explanation_json(explanation)
     answer(as_json, lambda: content, lambda: view.show_explanation(Console(), explanation))

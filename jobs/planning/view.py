@@ -1,5 +1,6 @@
 """Shows plans, simulations, runs that are to begin, and presets, in the terminal and as JSON."""
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ from rich.text import Text
 
 from braid.actors.config import Config
 from braid.actors.controller.planning import build_schedule, model_graphs
-from braid.jobs.output import facts_of, say, table_of
+from braid.jobs.output import counted, facts_of, say, table_of
 from braid.jobs.planning import pictures
 from braid.scheduling.generate.lower import scheduled_parts
 from braid.scheduling.generate.setting import Setting
@@ -74,8 +75,8 @@ def show_plan(console: Console, plan: Plan, cluster: ClusterSpec) -> None:
     setting, score = plan.setting, plan.score
     model, workload = setting.model, setting.workload
     tokens = workload.global_batch * model.sequence
-    samples = f"{workload.micro_batch} sample{'s' if workload.micro_batch > 1 else ''}"
-    batches = f"{setting.micro_batches} micro-batches of {samples} of {model.sequence:,} tokens"
+    batches = counted(setting.micro_batches, "micro-batch", "es")
+    batches += f" of {counted(workload.micro_batch, 'sample')} of {model.sequence:,} tokens"
     facts = {
         "model": f"{model.family}, {model.parameters() / 1e9:.2f} B parameters{_trained(model)}: "
         f"{model.layers} layers, hidden {model.hidden}, {model.sequence:,} tokens; {setting.dtype}",
@@ -239,7 +240,7 @@ def show_traces(console: Console, first: str, second: str, compared: TraceCompar
     for name in ("step", "compute", "communication"):
         a, b = (getattr(step, f"{name}_ns") for step in steps)
         totals.add_row(f"{name} ms", f"{a / 1e6:.2f}", f"{b / 1e6:.2f}", f"{b / a:.3f}" if a else "-")
-    totals.add_row("hidden", *(f"{step.hidden_fraction:.1%}" for step in steps), "")
+    totals.add_row("hidden", *(figures.share(step.hidden_fraction, 1) for step in steps), "")
     console.print(totals)
     title = "operators, by what they add to the difference of a rank's step (all ms)"
     table = table_of(title, ("operator",), ("times", "A", "B", "B / A", "adds"))
@@ -278,8 +279,9 @@ def show_dry_run(console: Console, config: Config, shape: ModelShape) -> None:
         "model": f"{shape.family}, {shape.parameters() / 1e6:,.2f} M parameters{_trained(shape)}",
         "sizes": f"hidden {shape.hidden}, ffn {shape.ffn}, {shape.heads} heads, {shape.kv_heads} key-value "
         f"heads, head_dim {shape.head_dim}, vocabulary {shape.vocabulary}",
-        "layout": f"{layout.ranks} ranks: {layout.describe()}",
-        "batch": f"{workload.micro_batches(layout)} micro-batches a replica, {tokens:,} tokens a step",
+        "layout": f"{layout.ranks} ranks: {layout.describe()}" if layout.ranks > 1 else layout.describe(),
+        "batch": f"{counted(workload.micro_batches(layout), 'micro-batch', 'es')} a replica, {tokens:,} "
+        f"tokens a step",
         "FLOPs": f"{model_flops(shape, tokens) / 1e12:.3g} TFLOP a step (without recomputation)",
     }
     console.print(facts_of(facts, "plan"))
@@ -325,37 +327,29 @@ def presets_json() -> dict[str, Any]:
 
 
 def show_presets(console: Console) -> None:
-    """Print clusters and models in two tables whose names are never cut; their sources are listed below, by
-    number."""
-    sources: dict[str, int] = {}
-
-    def number_of(source: str) -> str:
-        return f"[{sources.setdefault(source, len(sources) + 1)}]"
-
+    """Print clusters and models in two tables whose names are never cut, and below them their sources."""
     plain: dict[str, Any] = {"box": None, "pad_edge": False, "padding": (0, 2, 0, 0)}
-    table = table_of(
-        "clusters (--cluster)", ("name", "GPUs"), ("TFLOP/s", "GB", "intra GB/s", "inter GB/s", ""), **plain
-    )
+    numbers = ("TFLOP/s", "GB", "intra GB/s", "inter GB/s")
+    clusters = table_of("clusters (--cluster); rates are of one GPU", ("name", "GPUs"), numbers, **plain)
     for name in cluster_names():
         c = cluster_preset(name)
-        table.add_row(
+        clusters.add_row(
             name,
             f"{c.nodes} x {c.gpus_per_node} {c.gpu.name}",
             f"{c.gpu.peak_flops_per_s / 1e12:g}",
             f"{c.gpu.memory_bytes / 1e9:g}",
             f"{c.intra.bytes_per_s / 1e9:g}",
             f"{c.inter.bytes_per_s / 1e9:g}" if c.inter else "-",
-            Text(number_of(c.source)),
         )
-    console.print(table)
-    columns = ("parameters", "layers", "hidden", "sequence", "")
-    table = table_of("models", ("name", "family"), columns, **plain)
+    sizes = ("parameters", "layers", "hidden", "sequence")
+    models = table_of("models", ("name", "family"), sizes, **plain)
     for name in model_names():
         m = model_preset(name)
-        sizes = (f"{m.parameters() / 1e9:.2f} B", str(m.layers), str(m.hidden), str(m.sequence))
-        table.add_row(name, m.family, *sizes, Text(number_of(model_source(name))))
-    console.print(table)
-    grid = Table.grid(padding=(0, 1))
-    for source, number in sources.items():
-        grid.add_row(Text(f"[{number}]"), Text(source))
-    console.print("sources; rates are of one GPU", grid)
+        size = f"{m.parameters() / 1e9:.2f} B"
+        models.add_row(name, m.family, size, str(m.layers), str(m.hidden), str(m.sequence))
+    sources = defaultdict[str, list[str]](list)
+    for name in (*cluster_names(), *model_names()):
+        source = model_source(name) if name in model_names() else cluster_preset(name).source
+        sources[source].append(name)
+    named = {", ".join(names): Text(source) for source, names in sources.items()}
+    console.print(clusters, models, facts_of(named, "sources", **plain))

@@ -194,11 +194,7 @@ def is_plan(reference: str) -> bool:
     path = Path(reference)
     if not path.is_file() or path.suffix not in (".yaml", ".yml"):
         return False
-    try:
-        head = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return False
-    return any(line.startswith("braid_plan:") for line in head.splitlines())
+    return any(line.startswith("braid_plan:") for line in path.read_text(errors="replace").splitlines())
 
 
 def cluster_of(plan: Plan, cluster: str | None, nodes: int | None) -> ClusterSpec:

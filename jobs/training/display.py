@@ -172,7 +172,7 @@ class Display:
             "tokens/s": si(record.tokens_per_s),
             "step time": f"{record.seconds * 1e3:.0f} ms",
             "communication": f"{share:.0%}",
-            "hidden": f"{record.hidden_fraction:.0%}" if record.communication_seconds else "-",
+            "hidden": figures.share(record.hidden_fraction),
             "memory": f"{max(record.peak_bytes) / 2**30:.2f} GiB",
             "time left": duration((self._last_step - record.step) * fmean(self._seconds)),
         }
@@ -240,15 +240,16 @@ def report_table(report: dict[str, Any], losses: list[float]) -> Table:
     ranks = f"{layout['ranks']} ranks ({layout['described']})" if layout["ranks"] > 1 else "one rank"
     between = f"{wall:.1f} s for {len(steps)} steps, {wall - seconds:.1f} of them between steps"
     peaks = ", ".join(f"{peak / 2**30:.2f}" for peak in report["memory"]["peak_bytes"])
-    exposed = communication["exposed_seconds"] / (communication["seconds"] or 1)
     rows = {"layout": f"{ranks}, schedule {layout['schedule']}"}
     if steps:
         rows["loss"] = f"{steps[0]['loss']:.4f} -> {steps[-1]['loss']:.4f}  {curve(losses)}"
     rows["validation"] = validation_line(report["validation"])
     rows["speed"] = f"{si(report['tokens_per_s'])} tokens/s, {between}"
-    if seconds:
-        share = f"{communication['seconds'] / seconds:.0%} of the time"
-        rows["communication"] = f"{share}, {exposed:.0%} of it exposed"
+    if seconds and communication["seconds"]:
+        share, exposed = communication["seconds"] / seconds, communication["exposed_seconds"]
+        rows["communication"] = (
+            f"{share:.0%} of the time, {exposed / communication['seconds']:.0%} of it exposed"
+        )
     if (overlap := report["overlap"]) and overlap["communication_seconds"]:
         rows["overlap"] = overlap_line(overlap)
     if prediction := report.get("prediction"):

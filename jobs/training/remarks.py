@@ -7,7 +7,10 @@ from braid.actors.config import Config, ConfigError, read_content
 from braid.actors.controller.records.json_lines import last_line
 from braid.actors.stage.data.token_files import TRAIN, VALIDATION
 from braid.actors.stage.state.learning_rate import LearningRate
+from braid.jobs.data.chat import REMEDY, ChatTemplate
 from braid.jobs.data.prepare import Prepared
+from braid.jobs.data.tokenizer import tokenizer_of
+from braid.jobs.output import counted
 
 _MOVED = 0.01
 """Relative difference from which a learning rate is considered to come from another curve."""
@@ -19,25 +22,37 @@ def on_data(config: Config, prepared: Prepared, share: float = 1.0) -> Iterator[
     index, train, sequence = prepared.index, config.train, config.model.sequence
     if index.documents_skipped and not prepared.reused:
         yield (
-            f"data.files: {_counted(index.documents_skipped, 'document')} not in UTF-8 left out; convert the "
+            f"data.files: {counted(index.documents_skipped, 'document')} not in UTF-8 left out; convert the "
             f"files, or keep what can be read with data.encoding_errors=replace"
         )
     if index.documents_empty and not prepared.reused:
-        yield f"data.files: {_counted(index.documents_empty, 'document')} without any text left out"
+        yield f"data.files: {counted(index.documents_empty, 'document')} without any text left out"
     windows = {split: index.samples(split, sequence) for split in (TRAIN, VALIDATION)}
     part = f"{share:.1%} of " if share < 1 else ""
     if 0 < windows[TRAIN] < train.global_batch * share:
         yield (
-            f"the training split has {index.tokens(TRAIN)} tokens, {_counted(windows[TRAIN], 'sample')} of "
+            f"the training split has {index.tokens(TRAIN)} tokens, {counted(windows[TRAIN], 'sample')} of "
             f"model.sequence={sequence}, and every step takes {part}train.global_batch="
             f"{train.global_batch}, the same text several times; add text to data.files"
         )
     if config.data.validation_fraction and 0 < windows[VALIDATION] < int(train.validation_samples * share):
         yield (
-            f"validation takes all {_counted(windows[VALIDATION], 'sample')} that are held out, where "
+            f"validation takes all {counted(windows[VALIDATION], 'sample')} that are held out, where "
             f"{part}train.validation_samples={train.validation_samples} asks for more; raise "
             f"data.validation_fraction, or add text to data.files"
         )
+
+
+def on_template(config: Config) -> Iterator[str]:
+    """Yield a remark on a chat template with which the loss counts more than the answers."""
+    if config.data.format == "chat":
+        template = ChatTemplate.of(config.data, tokenizer_of(config))
+        if template.hides_prompts:
+            yield (
+                f"data.chat_template: {template.origin} neither marks answers nor heeds "
+                f"add_generation_prompt, so that the loss also learns what it writes before an answer, such "
+                f"as the role; {REMEDY}"
+            )
 
 
 def on_adapters(config: Config) -> Iterator[str]:
@@ -90,7 +105,3 @@ def _changes(config: Config) -> Iterator[str]:
         now = getattr(config.train, name)
         if isinstance(before, dict) and name in before and before[name] != now:
             yield f"train.{name} was {before[name]} and is {now} now"
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"

@@ -93,8 +93,10 @@ def summary(schedule: Schedule) -> str:
     stages = range(len(schedule.stages))
     idle = sum(timeline.idle(s) for s in stages) / max(1, timeline.length * len(schedule.stages))
     alive = [in_flight(schedule, s) for s in stages]
+    counts = {"stage": len(stages), "chunk": schedule.chunks, "micro-batch": schedule.micro_batches}
+    plurals = {"stage": "stages", "chunk": "chunks", "micro-batch": "micro-batches"}
+    sizes = ", ".join(f"{n} {name if n == 1 else plurals[name]}" for name, n in counts.items())
     return (
-        f"{schedule.name}: {len(schedule.stages)} stages, {schedule.chunks} chunks, "
-        f"{schedule.micro_batches} micro-batches; {timeline.length} slots (forward 1, backward 2), "
+        f"{schedule.name}: {sizes}; {timeline.length} slots (forward 1, backward 2), "
         f"idle {idle:.1%}; blocks in flight {', '.join(map(str, alive))}"
     )

@@ -33,7 +33,8 @@ class TraceTotals:
     step_ns: float
     compute_ns: float
     communication_ns: float
-    hidden_fraction: float
+    hidden_fraction: float | None
+    """None without communication."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,5 +92,5 @@ def _totals(batches: Sequence[Batch]) -> TraceTotals:
         step_ns=float(sum(rank["end_ns"].max() - rank["start_ns"].min() for rank in operators) / ranks),
         compute_ns=sum(rank.compute_ns for rank in numbers) / ranks,
         communication_ns=communication / ranks,
-        hidden_fraction=sum(rank.hidden_ns for rank in numbers) / communication if communication else 1.0,
+        hidden_fraction=sum(rank.hidden_ns for rank in numbers) / communication if communication else None,
     )

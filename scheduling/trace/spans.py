@@ -104,6 +104,6 @@ class OverlapNumbers:
         return self.communication_ns - self.hidden_ns
 
     @property
-    def hidden_fraction(self) -> float:
-        """Share of the communication that compute hid; 1.0 if there was none."""
-        return self.hidden_ns / self.communication_ns if self.communication_ns else 1.0
+    def hidden_fraction(self) -> float | None:
+        """Share of the communication that compute hid; None if there was none."""
+        return self.hidden_ns / self.communication_ns if self.communication_ns else None

@@ -273,7 +273,7 @@ SHARE = "must be a number at least 0, < 1"
     ],
 )
 def test_wrong_keys_and_values_are_one_line_with_the_remedy(override: str, says: str) -> None:
-    assert refusal(parse_config, {}, [override]).startswith(f"configuration: {says}")
+    assert refusal(parse_config, {}, [override]).startswith(f"override {override!r}: {says}")
 
 
 def test_keys_that_are_numbers() -> None:

@@ -129,6 +129,10 @@ def test_tokens_per_second_are_of_the_wall_clock(tmp_path: Path) -> None:
     assert lines[0].tokens_per_s == 1.0
     report = build_report(iter(lines), config, complete=True)
     assert report["tokens_per_s"] == 1.0
+    quiet = [a_record(1, communication_seconds=0.0, exposed_seconds=0.0)]
+    overlap = build_report(quiet, config, complete=True)["overlap"]
+    assert overlap["hidden_fraction"] is None, "nothing was there to hide"
+    assert type(report["layout"]["placement"]) is str
     assert [step["wall_seconds"] for step in report["steps"]] == [8.0] * 3
     assert report["memory"]["peak_bytes"] == [3]
     old = a_record(1, seconds=4.0)

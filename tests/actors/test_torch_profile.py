@@ -70,12 +70,12 @@ def test_ranges_cost_nothing_unless_somebody_records_them(tmp_path: Path) -> Non
 
 
 def test_steps_that_are_broken_off_leave_nothing(tmp_path: Path) -> None:
-    """And a profile that cannot be written ends no training."""
+    """Of a run that ends early, what there is remains. A profile that cannot be written ends no training."""
     config = config_of(tmp_path, profile={"steps": [2, 3], "ranks": [1]})
     profile = TorchProfile(config, 1, torch.device("cpu"), {})
     with profile.step(2):
         torch.ones(3).sum()
-    profile.end()
+    profile.end(broken=True)
     assert not config.run_directory.exists()
     for step in (2, 3):
         with profile.step(step):
@@ -87,3 +87,8 @@ def test_steps_that_are_broken_off_leave_nothing(tmp_path: Path) -> None:
             torch.ones(3).sum()
     (trace,) = (config.run_directory / "profile").iterdir()
     assert ranges_in(trace) == ["step 2", "step 3"]
+    early = TorchProfile(config, 1, torch.device("cpu"), {})
+    with early.step(2):
+        torch.ones(3).sum()
+    early.end()
+    assert ranges_in(config.run_directory / "profile" / "rank-1.steps-2-2.json") == ["step 2"]

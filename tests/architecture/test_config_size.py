@@ -23,4 +23,5 @@ def test_a_key_that_is_gone_says_what_stands_in_its_place(key: str) -> None:
     assert key not in leaves()
     with pytest.raises(ConfigError) as refused:
         parse_config({}, [f"{key}=1"])
-    assert str(refused.value) == f"configuration: {key}=1: this key is gone; leave it out: {GONE[key]}"
+    gone = f"{key}=1: this key is gone; leave it out: {GONE[key]}"
+    assert str(refused.value) == f"override '{key}=1': {gone}"

@@ -200,7 +200,7 @@ def test_urls_that_are_none(url: str) -> None:
 def test_tokens_come_from_a_private_file_or_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    assert "has no option --token" in refused(capsys, "push", "--url", "http://127.0.0.1:1", "--token", "x")
+    assert "No such option: --token" in refused(capsys, "push", "--url", "http://127.0.0.1:1", "--token", "x")
     file = tmp_path / "token"
     with pytest.raises(ValueError, match="No such file"):
         read_token(file)

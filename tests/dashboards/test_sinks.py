@@ -301,7 +301,7 @@ def test_a_secret_address_comes_from_the_environment(
 
 REFUSED = {
     "telemetry.mlflow.uri=mlruns": "must begin with http: or https: or file:",
-    "telemetry.mlflow.uri=http://me:secret@host": "has a password, and a configuration is written down",
+    "telemetry.mlflow.uri=http://me:secret@host": "leave it out and set MLFLOW_TRACKING_USERNAME and MLFLOW_",
     "telemetry.mlflow=http://host": "write them as telemetry.mlflow: {uri: ...}",
     "telemetry.webhook.url=ftp://host/x": "url='ftp://host/x': must begin with http: or https:",
     "telemetry.webhook.url=http:///x": "names no host; write it as http://HOST:PORT",
@@ -312,7 +312,7 @@ REFUSED = {
     "telemetry.profile.steps=[12,10]": "steps=[12, 10] names the last step first; set it to [10, 12]",
     "telemetry.profile.steps=[0,1]": "telemetry.profile.steps[0]=0",
     "telemetry.profile.steps=[3]": "must be a list of 2 whole numbers at least 1, or null",
-    "telemetry.profile.steps=[900,901]": "end after train.steps=100; lower them, or raise train.steps",
+    "telemetry.profile.steps=[900,901]": "does not go with train.steps=100; profile earlier, or raise",
     "telemetry.profile.ranks=[]": "names no rank; set it to [0]",
     "telemetry.profile.step=[1,2]": "did you mean 'telemetry.profile.steps'?",
 }

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from braid.actors.controller.records.json_lines import read_lines
 from braid.jobs.bench.plain_torch import PlainModel, load_named
 from braid.jobs.commands.checkpoint import chosen
-from braid.jobs.commands.weights import opened, weights_of
+from braid.jobs.commands.models import opened, weights_of
 from tests.actors.saved import flip
 from tests.end_to_end.command import write_config
 from tests.end_to_end.runs import Run as Finished
@@ -189,6 +189,9 @@ def test_scores_on_a_task_of_ones_own(
     """As the plain model's own log-likelihoods decide."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
     write_tasks(folder / "tasks")
+    (tmp_path / "git").write_text(f"#!/bin/sh\ntouch {tmp_path}/asked\n")
+    (tmp_path / "git").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     call = ("evaluate", "runs/run", "--tasks", "going_on", "--include-path", "tasks")
     outcome = command(*call, "--json", "--output", "scores.json")
     assert outcome.code == 0, outcome.errors
@@ -211,6 +214,7 @@ def test_scores_on_a_task_of_ones_own(
     head, line = [line.split() for line in shown.output.splitlines() if line.strip()]
     assert head == ["task", "metric", "value", "±", "examples"]
     assert line == ["going_on", "acc", "1.0000", "0.0000", "2"]
+    assert not (tmp_path / "asked").exists(), "git complains where no checkout is"
     refused(command(*call[:3], "broken", *call[4:]), "--tasks broken", "cannot be loaded")
     refused(command(*call[:3], "going_off", *call[4:]), "'going_off'", "did you mean 'going_on'?")
 

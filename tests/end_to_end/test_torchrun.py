@@ -121,7 +121,7 @@ def test_a_profile_and_the_run_take_the_same_processes(
             "",
             "the layout has 2 ranks (parallel.dp=1, parallel.tp=2|torchrun has started 3 processes; start 2",
         ),
-        ("--oops", "braid train has no option --oops"),
+        ("--oops", "No such option: --oops"),
     ],
 )
 def test_a_run_is_refused_by_one_process(

@@ -1,79 +1,76 @@
-"""A stand-in for the Hugging Face Hub on loopback: repositories are folders."""
+"""A stand-in for the Hugging Face Hub on loopback: what `huggingface_hub` and `datasets` ask for."""
 
 import hashlib
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from urllib.parse import unquote, urlsplit
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
+from tests.servers import Asked, served
+
 GATED = "org/gated"
 """A repository that exists, but that this user may not read."""
 
 
+@dataclass
+class Hub:
+    """What the Hub holds; all may change meanwhile."""
+
+    repositories: dict[str, dict[str, bytes]]
+    """Content of files, by repository and file."""
+    commit: str = "0123456789abcdef0123456789abcdef01234567"
+    url: str = ""
+    read: list[str] = field(default_factory=list)
+    """Commit or branch, and file, of everything that was read: ``main/tokenizer.json``."""
+
+
+def repository(folder: Path) -> dict[str, bytes]:
+    """The files in a folder as a repository."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def _tag(content: bytes) -> str:
+    return hashlib.sha1(content).hexdigest()
+
+
+def _answer(hub: Hub, asked: Asked) -> tuple[int, str | bytes, dict[str, str]]:
+    path = unquote(urlsplit(asked.path).path).removeprefix("/api").removeprefix("/models")
+    org, name, what, *rest = [*path.removeprefix("/datasets").strip("/").split("/"), "", "", ""]
+    rest = [part for part in rest if part]
+    files, repo = hub.repositories.get(f"{org}/{name}"), f"{org}/{name}"
+    if repo == GATED or files is None:
+        return (
+            (403 if repo == GATED else 404),
+            "{}",
+            {"X-Error-Code": "GatedRepo" if repo == GATED else "RepoNotFound"},
+        )
+    if what == "resolve":
+        if (content := files.get("/".join(rest[1:]))) is None:
+            return 404, "", {"X-Error-Code": "EntryNotFound"}
+        if asked.method == "GET":
+            hub.read.append("/".join(rest))
+        return 200, content, {"ETag": f'"{_tag(content)}"', "X-Repo-Commit": hub.commit}
+    if what == "tree":
+        entries = [
+            {"type": "file", "path": file, "size": len(content), "oid": _tag(content)}
+            for file, content in files.items()
+            if file.startswith("/".join(rest[1:]))
+        ]
+        return 200, json.dumps(entries), {}
+    return (
+        200,
+        json.dumps({"id": repo, "sha": hub.commit, "siblings": [{"rfilename": file} for file in files]}),
+        {},
+    )
+
+
 @contextmanager
-def hub(folder: Path, fetched: list[str]) -> Iterator[str]:
-    """The address of a Hub whose repository ``org/name`` is ``folder/org/name``; what is read of files is
-    added to ``fetched``."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def answer(self) -> None:
-            path = self.path.partition("?")[0].removeprefix("/")
-            if path.startswith("api/models/"):
-                org, name, what, *_ = [*path.removeprefix("api/models/").split("/"), "revision"]
-                return self._describe(f"{org}/{name}", what)
-            name, _, file = path.partition(f"/resolve/{COMMIT}/")
-            if not file:  # the library asks for more than repositories
-                return self._send(404, b"")
-            content = (folder / name / file).read_bytes()
-            if self.command == "GET":
-                fetched.append(file)
-            etag = hashlib.sha256(content).hexdigest()
-            return self._send(200, content, ETag=f'"{etag}"')
-
-        do_GET = do_HEAD = answer  # noqa: N815
-
-        def _describe(self, name: str, what: str) -> None:
-            if name == GATED:
-                return self._send(403, b"{}", **{"X-Error-Code": "GatedRepo"})
-            files = sorted(path for path in (folder / name).rglob("*") if path.is_file())
-            if not files:
-                return self._send(404, b"{}", **{"X-Error-Code": "RepoNotFound"})
-            names = [str(path.relative_to(folder / name)) for path in files]
-            if what == "tree":
-                sizes = zip(names, files, strict=True)
-                entries = [
-                    {"type": "file", "path": n, "size": f.stat().st_size, "oid": "0" * 40} for n, f in sizes
-                ]
-                return self._send(200, json.dumps(entries).encode())
-            told = {"id": name, "sha": COMMIT, "siblings": [{"rfilename": each} for each in names]}
-            return self._send(200, json.dumps(told).encode())
-
-        def _send(self, status: int, content: bytes, **headers: str) -> None:
-            self.send_response(status)
-            for key, value in {
-                "Content-Length": str(len(content)),
-                "X-Repo-Commit": COMMIT,
-                **headers,
-            }.items():
-                self.send_header(key, value)
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(content)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Nothing: tests read standard error."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+def serving(repositories: dict[str, dict[str, bytes]]) -> Iterator[Hub]:
+    """A Hub with these repositories, at `Hub.url`."""
+    hub = Hub(repositories)
+    with served(partial(_answer, hub)) as port:
+        hub.url = f"http://127.0.0.1:{port}"
+        yield hub

@@ -31,7 +31,7 @@ def checked(kind: Any, check: Any) -> Any:
 def meta(longest: int) -> Any:
     """Names and labels."""
     name = matching(NAME, max_length=longest)
-    return model(name=name, labels=dict[str, str], optional={"namespace": Name | None})
+    return model(name=name, labels=dict[str, str])
 
 
 Amounts = dict[one_of("cpu memory nvidia.com/gpu"), matching(r"^[1-9]\d*(m|Mi|Gi|Ti)?$")]

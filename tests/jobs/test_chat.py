@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from braid.actors.config import DataConfig, parse_config
 from braid.actors.stage.data.token_files import TokenShards
@@ -20,7 +20,8 @@ from braid.jobs.data.chat import ChatTemplate, Conversation, encode
 from braid.jobs.data.data_sets import prepare_data
 from braid.jobs.data.identity import DataRequest
 from braid.jobs.data.prepare import Prepared, prepare
-from braid.jobs.data.tokenizer import BytesTokenizer, load_tokenizer
+from braid.jobs.data.tokenizer import BytesTokenizer, load_tokenizer, tokenizer_of
+from braid.jobs.training.beside_weights import FOLDER, keep
 from braid.jobs.training.display import _about_tokens
 from tests.in_process import Capture, called
 from tests.jobs.corpora import DOCUMENTS, train_tokenizer
@@ -80,17 +81,56 @@ def test_tokens_and_masks_are_those_of_transformers(folder: Path, source: str, s
     assert counted.tolist() == expected.tolist()
 
 
-def test_the_template_is_that_of_the_files(folder: Path, tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(str(folder))
-    assert ChatTemplate.of(DataConfig(), tokenizer).source == MARKED
-    other = tmp_path / "other.jinja"
-    other.write_text(PLAIN)
-    assert ChatTemplate.of(DataConfig(chat_template=other, format="chat"), tokenizer).source == PLAIN
-    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    for told in (PLAIN, [{"name": "tool_use", "template": "x"}, {"name": "default", "template": PLAIN}]):
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": told}))
-        assert ChatTemplate.of(DataConfig(), load_tokenizer(str(tmp_path))).source == PLAIN
+OWN, THEIRS = "{{ messages[0].content }} own", "{{ messages[0].content }} theirs"
+TURNS = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}<|turn|>\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, None),
+        ({"tokenizer_config.json": {"chat_template": THEIRS}}, THEIRS),
+        ({"tokenizer_config.json": {"chat_template": [{"name": "tool", "template": OWN}]}}, None),
+        ({"tokenizer_config.json": {"chat_template": [{"name": "default", "template": THEIRS}]}}, THEIRS),
+        ({"chat_template.json": {"chat_template": THEIRS}, "tokenizer_config.json": {}}, THEIRS),
+        ({"chat_template.jinja": THEIRS, "tokenizer_config.json": {"chat_template": OWN}}, THEIRS),
+    ],
+)
+def test_templates_of_tokenizers(tmp_path: Path, files: dict[str, Any], expected: str | None) -> None:
+    train_tokenizer(tmp_path / "tokenizer.json", ["</s>"], DOCUMENTS, 261)
+    for name, content in files.items():
+        (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    tokenizer = load_tokenizer(str(tmp_path), "</s>")
+    if expected is None:
+        with pytest.raises(ValueError, match="needs a chat template"):
+            ChatTemplate.of(DataConfig(), tokenizer)
+    else:
+        assert ChatTemplate.of(DataConfig(), tokenizer).source == expected
+
+
+def test_exports_carry_the_template_and_the_end_of_answers(tmp_path: Path) -> None:
+    """Of the configuration, whatever the tokenizer's says."""
+    run = tmp_path / "run"
+    run.mkdir()
+    train_tokenizer(tmp_path / "tokenizer.json", ["</s>", "<|turn|>"], DOCUMENTS, 262)
+    theirs = {"eos_token": "</s>", "chat_template": THEIRS}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(theirs))
+    (tmp_path / "turns.jinja").write_text(TURNS)
+    data = {"tokenizer": str(tmp_path), "files": ["talk.jsonl"], "format": "chat"}
+    for more, text in (
+        ({}, "hello theirs"),
+        ({"chat_template": str(tmp_path / "turns.jinja")}, "user: hello<|turn|>\n"),
+    ):
+        config = parse_config({"data": {**data, **more}})
+        keep(config, tokenizer_of(config), run)
+        found = AutoTokenizer.from_pretrained(run / FOLDER)
+        assert found.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False) == text
+        ends = json.loads((run / FOLDER / "generation_config.json").read_text())["eos_token_id"]
+        names = ["</s>", "<|turn|>"] if more else ["</s>"]
+        assert found.convert_tokens_to_ids(names) == (ends if isinstance(ends, list) else [ends])
 
 
 def test_bytes_know_the_end_and_their_letters() -> None:
@@ -262,10 +302,8 @@ def test_other_rows_are_another_data_set(tmp_path: Path) -> None:
 def test_what_is_left_out_is_told(tmp_path: Path) -> None:
     told = [exchange("hi", "x" * n) for n in (1, 2, 3, 90)] + [exchange("alone")]
     request = chat(tmp_path, told)
-    (tmp_path / "chat.yaml").write_text("")
-    data = {"files": [source.path for source in request.sources], "format": "chat", "validation_fraction": 0}
-    data["chat_template"] = str(tmp_path / "chat.jinja")
-    config = parse_config({"data": data, "model": {"sequence": 40}, "runs": str(tmp_path)})
+    data = {"data": {**request.data.model_dump(exclude_unset=True), "validation_fraction": 0}}
+    config = parse_config({**data, "model": {"sequence": 40}, "runs": str(tmp_path)})
     shown: list[Any] = []
     prepare_data(config, map, shown.append)
     (done,) = (event for event in shown if isinstance(event, Prepared))

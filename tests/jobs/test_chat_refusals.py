@@ -110,6 +110,22 @@ def test_what_cannot_be_shown(
     refused(called(capsys, "data", "show", file, *option), *says.split("|"))
 
 
+def test_a_template_that_hides_prompts_is_remarked_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """Prepared all the same: one line says that the loss learns the role, too, and what to do."""
+    monkeypatch.chdir(tmp_path)
+    marked = TEMPLATE.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")
+    for template, told in ((TEMPLATE, 1), (TEMPLATE + PROMPT, 0), (marked, 0)):
+        shown = called(capsys, "prepare", written(tmp_path, GOOD, {}, template))
+        assert shown.code == 0, shown.errors
+        remarks = [line for line in shown.output.splitlines() if "heeds add_generation_prompt" in line]
+        assert len(remarks) == told
+        assert all(
+            "warning data.chat_template: chat.jinja" in line and "generation %}" in line for line in remarks
+        )
+
+
 def test_damaged_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     """Rows of another length, a file that is too short, one that is gone."""
     monkeypatch.chdir(tmp_path)

@@ -273,7 +273,8 @@ def test_targets_and_options_that_will_not_do(run: Path, command: Command, tmp_p
 
 def test_sources_that_are_none(run: Path, command: Command, tmp_path: Path) -> None:
     for name, *more in (("list",), ("verify",), ("export", "model")):
-        refused(command(name, tmp_path / "no", *more), "no", "neither a run nor a checkpoint")
+        refused(command(name, tmp_path / "no", *more), f"there is no run {tmp_path}/no; there are {run}")
+        refused(command(name, tmp_path, *more), f"{tmp_path} is neither a run nor a checkpoint")
     shutil.rmtree(run / "checkpoints")
     (run / "checkpoints").mkdir()
     refused(command("list", run), "no checkpoint")

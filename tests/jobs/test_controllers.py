@@ -1,6 +1,7 @@
 """Controllers that take over from one that died, as options: whose run they go on with."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -77,32 +78,29 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
     return Fakes(monkeypatch, tmp_path)
 
 
-def test_until_a_run_is_written_down_the_next_controller_begins_it_as_it_was_asked(fakes: Fakes) -> None:
-    """`--overwrite`, and the controller dies while its ranks start: the folder holds the old run."""
+GOES_ON = RunOptions(resume=True, again=True, takes_over=True)
+RESUMES = RunOptions(resume=True, again=False, takes_over=True)
+CASES: dict[str, tuple[dict[str, Any], list[Any], str, RunOptions]] = {
+    # how the run was asked for, events before the controller dies, the mark that it wrote, the next options
+    "nothing is written down: the folder holds the old run": (
+        {"overwrite": True},
+        [],
+        "",
+        RunOptions(overwrite=True),
+    ),
+    "a run that is written down goes on": ({"overwrite": True}, [STARTED], "new", GOES_ON),
+    "a run with a checkpoint never begins again": ({}, [STARTED, SAVED], "new", RESUMES),
+    "a resumed run": ({"resume": True, "until": 7}, [], "", replace(RESUMES, until=7)),
+    "a resumed run that may begin": ({"resume": True, "again": True}, [], "", GOES_ON),
+}
+
+
+@pytest.mark.parametrize(("asked", "events", "mark", "expected"), CASES.values(), ids=CASES)
+def test_the_next_controller(
+    fakes: Fakes, asked: dict[str, Any], events: list[Any], mark: str, expected: RunOptions
+) -> None:
     fakes.mark("old")
-    assert fakes.dies_after(fakes.controllers(overwrite=True)) == RunOptions(overwrite=True)
-
-
-def test_a_run_that_is_written_down_goes_on(fakes: Fakes) -> None:
-    fakes.mark("old")
-    found = fakes.dies_after(fakes.controllers(overwrite=True), STARTED, mark="new")
-    assert found == RunOptions(resume=True, again=True, takes_over=True)
-
-
-def test_a_run_that_has_a_checkpoint_never_begins_again(fakes: Fakes) -> None:
-    """Though no home may answer at the moment."""
-    found = fakes.dies_after(fakes.controllers(), STARTED, SAVED, mark="new")
-    assert found == RunOptions(resume=True, again=False, takes_over=True)
-    later = fakes.dies_after(fakes.controllers(), STARTED, mark="newer")
-    assert later.again, "there is none yet"
-
-
-def test_a_run_that_was_resumed_is_resumed(fakes: Fakes) -> None:
-    fakes.mark("old")
-    found = fakes.dies_after(fakes.controllers(resume=True, until=7))
-    assert found == RunOptions(resume=True, again=False, takes_over=True, until=7)
-    found = fakes.dies_after(fakes.controllers(resume=True, again=True))
-    assert found.again, "it begins where there is nothing to go on from"
+    assert fakes.dies_after(fakes.controllers(**asked), *events, mark=mark) == expected
 
 
 def test_a_wish_to_stop_that_a_dead_controller_does_not_hear_raises_nothing(

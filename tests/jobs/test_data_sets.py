@@ -18,7 +18,6 @@ from braid.jobs.data.data_sets import (
     RECORD,
     PreparedMixture,
     check_data,
-    check_sources,
     data_record,
     prepare_data,
 )
@@ -204,7 +203,7 @@ def test_sets_of_a_mixture_are_those_of_runs_on_them_alone(get: Get, tmp_path: P
         ):
             check_data(configured(name, mixture))
     with pytest.raises(ValueError, match=r"^data.mixture, set 'known': data.files"):
-        check_sources(configured("run", mixture))
+        check_data(configured("run", mixture), sources=True)
 
 
 def test_a_directory_holds_the_sets_of_a_mixture(get: Get, tmp_path: Path) -> None:

@@ -3,9 +3,6 @@
 import io
 import json
 import math
-import re
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,6 @@ from braid.actors.controller.records.step_record import StepRecord
 from braid.jobs.commands.demo import PICTURE, STRETCH, Demo
 from braid.jobs.data.prepare import Prepared
 from braid.jobs.output import duration
-from braid.jobs.planning import searching
 from braid.jobs.planning.view import show_presets
 from braid.jobs.training.display import Display, curve, prediction_line, report_table, validation_line
 from braid.jobs.training.remarks import on_data, on_learning_rate
@@ -29,7 +25,6 @@ from braid.scheduling.model.presets.library import cluster_names, model_names
 from tests.actors.test_records import a_record
 from tests.end_to_end.command import braid
 from tests.jobs.corpora import prepared
-from tests.waiting import within
 
 
 def test_a_curve_leaves_out_what_is_no_number() -> None:
@@ -132,28 +127,6 @@ def test_a_prediction_that_is_far_off_is_remarked_on() -> None:
     assert "prediction" not in build_report(records, parse_config({}), complete=True)
 
 
-def test_a_search_says_what_it_is_at_after_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    def seconds(**limits: float) -> None:
-        for name, limit in limits.items():
-            monkeypatch.setattr(searching, f"_{name}_SECONDS", limit)
-
-    monkeypatch.setattr(sys, "stderr", said := io.StringIO())
-    seconds(MOMENT=1e9, LOOK=0.01, LINE=1e9)
-    with searching.searching() as tell:
-        tell("first")
-        time.sleep(0.1)
-        tell("second")
-        seconds(MOMENT=0.0)
-        assert within(20, lambda: "second" in said.getvalue())
-        tell("third")
-        time.sleep(0.1)
-        tell("fourth")
-        seconds(LINE=0.0)
-        assert within(20, lambda: "fourth" in said.getvalue())
-    found = re.sub(r"\d+", "N", said.getvalue())
-    assert found == "".join(f"braid: searching for N s: {what}\n" for what in ("second", "fourth"))
-
-
 # ``braid demo``: two short runs, the same losses, both timelines; and what it says where that is not so.
 
 FOUND = Demo(
@@ -173,9 +146,6 @@ def test_the_sentence_says_what_was_won() -> None:
         "that both made"
     )
     assert "a fault: other losses in 1 of the 12 steps" in replace(FOUND, alike=11).sentence
-
-
-def test_the_pictures_are_of_steps_of_median_length() -> None:
     assert FOUND.typical == (4, 4), "0.36 s and 0.3 s, behind the two steps that are left out"
 
 

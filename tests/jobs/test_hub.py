@@ -1,8 +1,6 @@
 """Data sets through the library `datasets`: folders here, and a Hub that a test serves on loopback."""
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,9 +15,9 @@ from braid.jobs.data import hub
 from braid.jobs.data.data_sets import RECORD, data_record, prepare_data
 from braid.jobs.data.identity import DataRequest
 from braid.jobs.data.prepare import Prepared, prepare
-from tests.end_to_end.command import ROOT
-from tests.jobs.corpora import DOCUMENTS, prepared, stored, stored_ids, write_lines, write_rows
-from tests.jobs.data_hub_stub import DATA_SET, HubStub
+from tests.end_to_end.command import braid
+from tests.jobs.corpora import DOCUMENTS, prepared, stored, stored_ids, write_rows
+from tests.jobs.hub_stub import serving
 
 
 @pytest.fixture(autouse=True)
@@ -161,46 +159,34 @@ def test_tokens_are_enough(tmp_path: Path) -> None:
     assert "is no folder" in warning
 
 
-def test_lines_and_line_ends_are_the_librarys(tmp_path: Path) -> None:
-    """JSON lines of a folder give the text that they hold."""
-    (tmp_path / "set").mkdir()
-    write_lines(tmp_path / "set" / "train.jsonl", DOCUMENTS)
-    made(tmp_path / "out", "./set")
-    assert sorted(texts(tmp_path / "out")) == sorted(DOCUMENTS)
-
-
-def test_a_commit_of_the_hub_is_what_was_found_first(tmp_path: Path) -> None:
+def test_a_commit_of_the_hub_is_what_was_found_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the command itself, as the library reads the Hub's address once; the real Hub is not asked."""
     lines = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in DOCUMENTS)
     commits = ["a" * 40, "b" * 40]
-    stub = HubStub({"train.jsonl": lines}, commits[0])
-    environment = {**os.environ, "HF_ENDPOINT": stub.url, "HF_HOME": str(tmp_path / "home")}
-    environment |= {"PYTHONPATH": str(ROOT), "HF_HUB_DISABLE_XET": "1", "COLUMNS": "300"}
+    for name, value in (("HF_HOME", str(tmp_path / "home")), ("HF_HUB_DISABLE_XET", "1")):
+        monkeypatch.setenv(name, value)
 
-    def command(id: str = DATA_SET, streaming: bool = False) -> tuple[int, str]:
+    def command(id: str = "me/texts", streaming: bool = False) -> tuple[int, str]:
         content = {"data": {"hub": {"id": id, "streaming": streaming}}, "cluster": {"launcher": "processes"}}
         (tmp_path / "run.yaml").write_text(json.dumps(content))
-        words = [sys.executable, "-m", "braid", "prepare", "run.yaml"]
-        done = subprocess.run(
-            words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-        )
-        return done.returncode, done.stdout + done.stderr
+        done = braid(tmp_path, "prepare", "run.yaml")
+        return done.code, done.output + done.errors
 
-    try:
+    with serving({"me/texts": {"train.jsonl": lines}}) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        hub.commit = commits[0]
         code, said = command(streaming=True)
         assert (code, f"of {len(DOCUMENTS)} documents" in said, "prepared before" in said) == (0, True, False)
         code, said = command()
         assert (code, "prepared before" in said) == (0, True), "streamed or not"
-        stub.commit, stub.files["train.jsonl"] = commits[1], lines + b'{"text": "one more"}\n'
+        hub.commit = commits[1]
+        hub.repositories["me/texts"]["train.jsonl"] += b'{"text": "one more"}\n'
         code, said = command()
-        assert (code, f"of {len(DOCUMENTS) + 1} documents" in said, "prepared before" in said) == (
-            0,
-            True,
-            False,
-        )
-        read = {path.split("/")[5] for path in stub.asked if path.endswith("train.jsonl")}
+        told = f"of {len(DOCUMENTS) + 1} documents" in said, "prepared before" in said
+        assert (code, *told) == (0, True, False)
+        read = {path.partition("/")[0] for path in hub.read if path.endswith("train.jsonl")}
         assert read == {*commits}, "commits, no branch"
         code, said = command("me/other")
         assert (code, "data.hub: 'me/other' cannot be looked up" in said) == (2, True)
-    finally:
-        stub.close()
+    code, said = command("me/other")
+    assert (code, said.count("\n"), "see to the network" in said) == (2, 1, True), "without many tries"

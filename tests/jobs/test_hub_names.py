@@ -6,7 +6,6 @@ Nothing here needs a network; that the real Hub answers alike is not tested.
 import json
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -20,89 +19,88 @@ from tests.end_to_end.command import braid, write_config
 from tests.foreign_models import random_model
 from tests.in_process import refused
 from tests.jobs.corpora import DOCUMENTS, train_tokenizer
-from tests.jobs.hub_stub import COMMIT, GATED, hub
+from tests.jobs.hub_stub import GATED, Hub, repository, serving
 from tests.jobs.mistakes import make
 
-
-@dataclass
-class Place:
-    """A folder to work in, the Hub's repositories, and the files that were fetched."""
-
-    folder: Path
-    repositories: Path
-    fetched: list[str] = field(default_factory=list)
+NEVER = ("pytorch_model.bin", "README.md", "modeling.py", "onnx/config.json")
+"""Files that are not fetched."""
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    """With the repositories ``org/toks`` (a tokenizer) and ``org/model`` (weights too)."""
-    made = Place(tmp_path / "work", tmp_path / "hub")
-    made.folder.mkdir()
-    for name in ("toks", "model"):
-        folder = made.repositories / "org" / name
-        folder.mkdir(parents=True)
-        backend = Backend.from_file(
-            str(train_tokenizer(folder / "tokenizer.json", ["</s>", "<s>"], DOCUMENTS, 261))
-        )
-        backend.no_padding()  # else it has one token more than the model
-        fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
-        fast.chat_template = "{{ messages }}"
-        fast.save_pretrained(folder)
-        for more in ("pytorch_model.bin", "README.md", "modeling.py", "onnx/config.json"):
-            (folder / more).parent.mkdir(exist_ok=True)
-            (folder / more).write_text("not to be fetched")
-    random_model("llama", 0).save_pretrained(folder)
-    (made.folder / "corpus.txt").write_text("".join(DOCUMENTS) * 40, encoding="utf-8")
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to work in."""
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "corpus.txt").write_text("".join(DOCUMENTS) * 40, encoding="utf-8")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    with hub(made.repositories, made.fetched) as address:
-        monkeypatch.setenv("HF_ENDPOINT", address)
-        yield made
+    return tmp_path / "work"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """With the repositories ``org/toks`` (a tokenizer) and ``org/model`` (weights too)."""
+    made = tmp_path / "made"
+    train_tokenizer(tmp_path / "tokenizer.json", ["</s>", "<s>"], DOCUMENTS, 261)
+    backend = Backend.from_file(str(tmp_path / "tokenizer.json"))
+    backend.no_padding()  # else it has one token more than the model
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    fast.chat_template = "{{ messages }}"
+    fast.save_pretrained(made)
+    tokenizer = {**repository(made), **dict.fromkeys(NEVER, b"not to be fetched")}
+    random_model("llama", 0).save_pretrained(made)
+    with serving({"org/toks": tokenizer, "org/model": {**tokenizer, **repository(made)}}) as stub:
+        monkeypatch.setenv("HF_ENDPOINT", stub.url)
+        yield stub
+
+
+def fetched(hub: Hub) -> list[str]:
+    return [path.partition("/")[2] for path in hub.read]
 
 
 def test_a_tokenizer_is_fetched_once_and_then_lies_here(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+    folder: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_config(place.folder, data={"tokenizer": "org/toks"}, telemetry={"page": False})
-    done = braid(place.folder, "train", "run.yaml", "--until", "1")
+    write_config(folder, data={"tokenizer": "org/toks"}, telemetry={"page": False})
+    done = braid(folder, "train", "run.yaml", "--until", "1")
     assert done.code == 0, done.errors
     assert "'</s>'" in done.output
-    assert {*place.fetched} <= {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
-    assert len(place.fetched) == len({*place.fetched})
-    run = place.folder / "runs" / "run"
+    assert {*fetched(hub)} <= {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    assert len(fetched(hub)) == len({*fetched(hub)})
+    run = folder / "runs" / "run"
     written = yaml.safe_load((run / "config.yaml").read_text())["data"]["tokenizer"]
-    assert written.endswith(f"models--org--toks/snapshots/{COMMIT}"), "this state of the repository, for good"
-    theirs = place.repositories / "org" / "toks"
+    assert written.endswith(f"models--org--toks/snapshots/{hub.commit}"), (
+        "this state of the repository, for good"
+    )
     for name in ("tokenizer.json", "chat_template.jinja"):
-        assert (run / "tokenizer" / name).read_bytes() == (theirs / name).read_bytes()
+        assert (run / "tokenizer" / name).read_bytes() == hub.repositories["org/toks"][name]
     with socket.create_server(("127.0.0.1", 0)) as closed:
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}")
-    again = braid(place.folder, "train", "run.yaml", "--resume", "--until", "2")
+    again = braid(folder, "train", "run.yaml", "--resume", "--until", "2")
     assert again.code == 0, again.errors
 
 
-def test_weights_are_fetched_without_pickles_and_code(place: Place) -> None:
-    write_config(place.folder, data={})
-    config = yaml.safe_load((place.folder / "run.yaml").read_text())
+def test_weights_are_fetched_without_pickles_and_code(folder: Path, hub: Hub) -> None:
+    write_config(folder, data={})
+    config = yaml.safe_load((folder / "run.yaml").read_text())
     config["model"] = {"initial": "org/model"}
-    (place.folder / "run.yaml").write_text(json.dumps(config))
-    done = braid(place.folder, "train", "run.yaml", "--dry-run")
+    (folder / "run.yaml").write_text(json.dumps(config))
+    done = braid(folder, "train", "run.yaml", "--dry-run")
     assert done.code == 0, done.errors
-    assert "model.safetensors" in place.fetched
-    assert not {*place.fetched} & {"pytorch_model.bin", "README.md", "modeling.py", "onnx/config.json"}
+    assert "model.safetensors" in fetched(hub)
+    assert not {*fetched(hub)} & {*NEVER}
 
 
 MISTAKES = {
     "data.tokenizer=org/absent": ("data.tokenizer='org/absent' is no path here", "correct the name"),
-    f"data.tokenizer={GATED}": (f"data.tokenizer='{GATED}'", "registered users", "hf auth login"),
+    f"data.tokenizer={GATED}": (f"data.tokenizer='{GATED}'", "that you may read", "hf auth login"),
     "model.initial=org/absent": ("model.initial=", "org/absent", "correct the name"),
     "data.tokenizer=org/a--b": ("data.tokenizer='org/a--b'", "Hub: "),
 }
 
 
-def test_repositories_that_cannot_be_had(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_config(place.folder)
-    calls = [(place.folder, ["train", "run.yaml", "--set", words]) for words in MISTAKES]
+def test_repositories_that_cannot_be_had(folder: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_config(folder)
+    calls = [(folder, ["train", "run.yaml", "--set", words]) for words in MISTAKES]
     for made, says in zip(make(calls), MISTAKES.values(), strict=True):
         refused(made, *says)  # type: ignore[arg-type]
         assert made.errors.count("\n") == 1, made.errors
@@ -110,9 +108,9 @@ def test_repositories_that_cannot_be_had(place: Place, monkeypatch: pytest.Monke
         assert not made.started
     with socket.create_server(("127.0.0.1", 0)) as closed:
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}")
-    (made,) = make([(place.folder, ["train", "run.yaml", "--set", "data.tokenizer=org/toks"])])
+    (made,) = make([(folder, ["train", "run.yaml", "--set", "data.tokenizer=org/toks"])])
     refused(made, "data.tokenizer='org/toks'", "does not answer", "give a path")  # type: ignore[arg-type]
-    assert not (place.folder / "runs").exists()
+    assert not (folder / "runs").exists()
 
 
 def test_which_values_are_names(tmp_path: Path) -> None:

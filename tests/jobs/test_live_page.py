@@ -60,6 +60,11 @@ def test_a_page_that_says_a_lot_goes_on(run: Path, page: LivePage, monkeypatch: 
     text = get(f"{url}metrics")
     assert 'braid_step{run="run"} 2.0' in text
     assert 'braid_tokens_total{run="run"} 64.0' in text, "of this command only"
+    process = page._process
+    page.close()
+    page.close()
+    assert process is not None
+    assert process.returncode is not None
 
 
 def test_the_reason_is_told(run: Path) -> None:
@@ -69,16 +74,6 @@ def test_the_reason_is_told(run: Path) -> None:
             LivePage(port).open(run)
     with pytest.raises(ValueError, match=r"the live page did not start: .*is no directory"):
         LivePage().open(run / "none")
-
-
-def test_a_page_that_is_closed_has_ended(run: Path) -> None:
-    page = LivePage()
-    page.open(run)
-    process = page._process
-    assert process is not None
-    page.close()
-    assert process.returncode is not None
-    page.close()
 
 
 def test_it_ends_with_its_parent(run: Path) -> None:

@@ -103,6 +103,8 @@ def test_what_sbatch_is_asked_for(slurm: Any, tmp_path: Path) -> None:
         "chdir": str(tmp_path),
     }
     assert text.startswith("#!/bin/bash\n")
+    for limit in ("90", "90:30", "2-12", "2-12:30", "2-00:00:00"):
+        assert directives(written(slurm("--nodes", "2", "--time", limit)))["time"] == limit
     on_cpus = directives(written(slurm("--nodes", "4", "--set", "cluster.device=cpu")))
     assert "gpus-per-node" not in on_cpus
     assert "time" not in on_cpus
@@ -143,16 +145,19 @@ def test_torchrun_on_two_nodes_trains(
 
 
 REFUSED = {
-    "": "braid slurm needs --nodes: Number of nodes",
+    "": "Missing option '--nodes'; see braid slurm --help",
     "--nodes 0": "Invalid value for '--nodes': must be greater than or equal to 1",
     "--nodes 3": "--nodes 3 does not divide the layout's 16 ranks evenly; change --nodes",
     "--nodes 2 --gpus-per-node 4": "--gpus-per-node 4 is less than the 8 ranks of a node|need --nodes 4",
     "--nodes 2 --gpus-per-node 8 --set cluster.device=cpu": "--gpus-per-node 8 and cluster.device=cpu",
     "--nodes 2 --launcher slurm": "'--launcher': 'slurm'|ray, torchrun",
     "--nodes 2 --time '12 hours'": "--time '12 hours' must be a word, as sbatch takes it",
+    "--nodes 2 --time tomorrow": "--time tomorrow must be minutes, minutes:seconds|such as 12:00:00",
+    "--nodes 2 --time 1-2-3": "--time 1-2-3 must be minutes",
+    "--nodes 2 --time 1:2:3:4": "--time 1:2:3:4 must be minutes",
     "--nodes 2 --set cluster.address=auto": "cluster.address='auto': the script starts a cluster of its own",
     "--nodes 2 --set cluster.launcher=ray": "cluster.launcher='ray' does not go with --launcher torchrun",
-    "--nodes 2 --launcher ray --set cluster.launcher=processes": "does not go with --launcher ray; set it to",
+    "--nodes 2 --launcher ray --set cluster.launcher=processes": "does not go with --launcher ray; leave",
     "--nodes 2 --set parallel=auto": "parallel: auto is decided when a run starts, or by `braid plan`",
     "--nodes 2 --output no/run.sh": "--output no/run.sh: the folder no does not exist",
 }

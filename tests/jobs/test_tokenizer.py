@@ -61,12 +61,12 @@ ENDS: list[tuple[list[str], dict[str, Any], str | None, str]] = [
 ]
 NO_TOKEN = {"tokenizer_config": {"eos_token": "<end>"}}
 REFUSED: list[tuple[list[str], dict[str, Any], str | None, str]] = [
-    (["<stop>"], {}, None, r"neither '.*' nor a file beside it says .*; set data.end_token to one.*'<stop>'"),
-    ([], {}, None, r"data.end_token: neither .*add_special_tokens"),
-    (["</s>", "<eos>"], {}, None, r"has '</s>', '<eos>', and no file beside it says.*set data.end_token"),
-    (["</s>"], {}, "<end>", r"data.end_token: '<end>' is no token of '.*'; name one, such as '</s>'"),
-    (["</s>"], NO_TOKEN, None, r"ends texts with '<end>', which is no"),
-    (["</s>"], {"config": {"eos_token_id": 50_256}}, None, "config.json ends texts with 50256, which is"),
+    (["<stop>"], {}, None, r"no file beside '.*' says which token ends .*; set it to one, such as '<stop>'"),
+    ([], {}, None, r"data.end_token: no file .*add_special_tokens"),
+    (["</s>", "<eos>"], {}, None, r"no file beside .* set it to one, such as '</s>', '<eos>'"),
+    (["</s>"], {}, "<end>", r"the configuration names '<end>', which is no token of '.*'; .* such as '</s>'"),
+    (["</s>"], NO_TOKEN, None, r"tokenizer_config.json names '<end>', which is no"),
+    (["</s>"], {"config": {"eos_token_id": 50_256}}, None, "config.json names 50256, which is"),
 ]
 
 

@@ -57,7 +57,7 @@ def build_report(
         sections["overlap"] = {
             **means,
             "hidden_seconds": hidden,
-            "hidden_fraction": hidden / communication if communication else 1.0,
+            "hidden_fraction": hidden / communication if communication else None,
             "alpha": serial.alpha if serial else None,
             "limit_speedup": serial.limit_speedup if serial else None,
             "recovered": serial.recovered(median(step_seconds)) if serial else None,
@@ -75,6 +75,7 @@ def build_report(
         "validation": validation,
         "layout": {
             **asdict(layout),
+            "placement": layout.placement.value,  # callbacks get plain values
             "ranks": layout.ranks,
             "described": layout.describe(),
             "schedule": config.overlap.schedule,
@@ -138,5 +139,5 @@ def overlap_fields(ranks: Sequence[OverlapNumbers]) -> dict[str, Any]:
     axes = sorted({axis for rank in ranks for axis in rank.exposed_by_axis_ns})
     by_axis = {axis: mean([rank.exposed_by_axis_ns.get(axis, 0) for rank in ranks]) for axis in axes}
     exposed, communication = means["exposed_seconds"] or 0.0, means["communication_seconds"]
-    hidden = 1.0 - exposed / communication if communication else 1.0
+    hidden = 1.0 - exposed / communication if communication else None
     return {**means, "hidden_fraction": hidden, "exposed_by_axis": by_axis}

@@ -23,9 +23,9 @@ class StepRecord:
     tokens: int
     communication_seconds: float
     exposed_seconds: float
-    hidden_fraction: float
-    """Share of the step's communication that was hidden, mean over the ranks; the following fields are means,
-    too."""
+    hidden_fraction: float | None
+    """Share of the step's communication that was hidden, mean over the ranks, None if there was none; the
+    following fields are means, too."""
     slowdown_seconds: float | None
     launch_gap_seconds: float
     bubble_seconds: float

@@ -63,7 +63,8 @@ class TorchProfile:
         self._file = config.run_directory / FOLDER / f"rank-{rank}"
         self._on_cuda = device.type == "cuda"
         self._profile: profile | None = None
-        self._first = 0
+        self._first = self._last = 0
+        """First and last step that are recorded whole."""
         self.around: Around | None = None
         """What operations are run inside of; None if nothing records them."""
         if self._steps:
@@ -81,8 +82,9 @@ class TorchProfile:
             self._begin(step)
         with record_function(f"step {step}"):
             yield
+        self._last = step
         if step == self._steps[-1]:
-            self.end(step)
+            self.end()
 
     def _begin(self, step: int) -> None:
         activities = [ProfilerActivity.CPU]
@@ -92,18 +94,18 @@ class TorchProfile:
         self._first, self._profile = step, profile(activities=activities, record_shapes=True)
         self._profile.start()
 
-    def end(self, step: int | None = None) -> None:
-        """Write what was recorded up to ``step``; None: steps were broken off, and nothing is written. A full
-        disk is told in the rank's log alone."""
+    def end(self, *, broken: bool = False) -> None:
+        """Write what was recorded, also if the run ends before the last wanted step; nothing if steps were
+        ``broken`` off by a failure. A full disk is told in the rank's log alone."""
         if (recorded := self._profile) is None:
             return
         self._profile = None
         recorded.stop()
         try:
-            if step is not None:
-                self._write(recorded, f"steps-{self._first}-{step}")
+            if self._first <= self._last and not broken:
+                self._write(recorded, f"steps-{self._first}-{self._last}")
         except (OSError, RuntimeError) as error:
-            print(f"the profile of steps up to {step} cannot be written: {error}", file=sys.stderr)
+            print(f"the profile of steps up to {self._last} cannot be written: {error}", file=sys.stderr)
         finally:
             if self._on_cuda:
                 torch.cuda.memory._record_memory_history(enabled=None)

@@ -311,11 +311,13 @@ class Worker(Logged, Rank):
     def close(self) -> None:
         if self._assembly is not None and not self._membership.broken:
             self._parts.buckets.settle()
+            if self._profile is not None:
+                self._profile.end()
         self.leave()
 
     def leave(self) -> None:
         if self._profile is not None:
-            self._profile.end()
+            self._profile.end(broken=True)
             self._profile = None
         if self._stream is not None:
             self._stream.close()
