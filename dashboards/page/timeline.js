@@ -265,7 +265,7 @@ export class Timeline {
     if (numbers?.communication_ns) this._write(`${percent(numbers.hidden_ns / numbers.communication_ns)} hidden`, 8, top + 25);
     if (lane < 12) return;
     if (place?.pp !== undefined) this._write(`stage ${place.pp}`, 8, top + 39);
-    LANES.forEach((name, number) => this._write(gutter < 150 ? name.slice(0, 5) : name, gutter - 8, top + 3 + (number + 0.5) * lane, "quiet", "right"));
+    LANES.forEach((name, number) => this._write(gutter < 150 ? name.split("-")[0] : name, gutter - 8, top + 3 + (number + 0.5) * lane, "quiet", "right"));
     this._write("waits", gutter - 8, top + 4 + 3 * lane + STRIP / 2, "hurt", "right");
   }
 
