@@ -71,7 +71,7 @@ function budget(measured, predicted) {
     ["measured", measured],
     ["predicted", { step, compute, exposed, slowdown, communication }],
     ["one strand, predicted", { step: predicted.serial_seconds, exposed: waits, communication: waits }],
-  ].filter(([, times]) => Number.isFinite(times.step) && times.exposed !== undefined);
+  ].filter(([, times]) => Number.isFinite(times.step) && !Number.isNaN(times.exposed));
   const longest = Math.max(...rows.map(([, times]) => Math.max(times.step, times.communication ?? 0)));
   byId("budget").replaceChildren(...rows.flatMap(([name, times]) => {
     const parts = partsOf(times);
@@ -79,7 +79,7 @@ function budget(measured, predicted) {
     const before = Math.max(0, parts[0][1] + parts[1][1] - hidden);
     const moving = [["gap", before, ""], ["hidden", hidden, ""], ["stripes", times.exposed ?? 0, ""]];
     const spoken = [...parts, ["", hidden, "hidden communication"]].map(([, value, part]) => `${part} ${seconds(value)}`).join(", ");
-    return [el("div", { class: "name" }, name, el("small", { text: "communication" })), el("div", { role: "img", "aria-label": `${name}: step ${seconds(times.step)}, ${spoken}`, class: "bars" }, bar(parts, longest, seconds(times.step)), bar(moving, longest))];
+    return [el("div", { class: "name" }, name, el("small", { text: "communication" })), el("div", { role: "img", "aria-label": `${name}: step ${seconds(times.step)}, ${spoken}` }, bar(parts, longest, seconds(times.step)), bar(moving, longest))];
   }));
 }
 
