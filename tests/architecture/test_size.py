@@ -11,7 +11,7 @@ TESTS = {
     "actors": 9060,
     "architecture": 370,
     "cuda": 5040,
-    "dashboards": 3130,
+    "dashboards": 3140,
     "end_to_end": 6100,
     "gpu": 1200,
     "jobs": 6530,
