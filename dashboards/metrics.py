@@ -159,11 +159,11 @@ class Exporter:
             # Ranks are numbered through a stage before the next one.
             self._tell(metric, value, (str(rank // self._ranks_of_a_stage), str(rank)))
 
-    def _tell(self, metric: Metric, value: Any, place: tuple[str, ...] = ()) -> None:
+    def _tell(self, metric: Metric, value: Any, where: tuple[str, ...] = ()) -> None:
         """Pass on a number; NaN and infinities only to gauges, as a sum would never recover from them."""
         if _finite(value) or (metric.kind == "gauge" and isinstance(value, float)):
             value = max(value, 0) if metric.kind == "counter" else value
-            self._sink.tell(metric, (self._run, *place), value)
+            self._sink.tell(metric, (self._run, *where), value)
 
 
 def _finite(value: object) -> bool:

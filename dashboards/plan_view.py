@@ -61,8 +61,8 @@ def _actions(sides: Sides, program: Program, profile: Profile | None) -> list[di
 def effectiveness_view(profile: Profile) -> dict[str, Any] | None:
     """Return the table of overlap effectiveness; None if the profile does not have it, or it is too large."""
     try:
-        found = effectiveness(profile)
+        table = effectiveness(profile)
     except ValueError:
         return None
-    cells = len(found.rows) * len(found.columns)
-    return asdict(found) if 0 < cells <= _MOST_CELLS else None
+    cells = len(table.rows) * len(table.columns)
+    return asdict(table) if 0 < cells <= _MOST_CELLS else None

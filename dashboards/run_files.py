@@ -133,24 +133,24 @@ class GrowingLines:
 
 def objects(lines: list[bytes]) -> list[dict[str, Any]]:
     """Return the lines that are objects; NaN and infinities are read as Python's JSON reads them."""
-    found = []
+    objects_read = []
     for line in lines:
         try:
             content = json.loads(line)
         except (ValueError, RecursionError):
             continue
         if isinstance(content, dict):
-            found.append(content)
-    return found
+            objects_read.append(content)
+    return objects_read
 
 
 def flat(line: Mapping[str, Any]) -> dict[str, Any]:
     """Return a line's fields by name, and fields of its sections with names such as ``experts.entropy``."""
-    found = dict(line)
+    facts = dict(line)
     for name, section in line.items():
         if isinstance(section, Mapping):
-            found |= {f"{name}.{inner}": value for inner, value in section.items()}
-    return found
+            facts |= {f"{name}.{inner}": value for inner, value in section.items()}
+    return facts
 
 
 def tokens_per_second(line: Mapping[str, Any]) -> float | None:
@@ -165,5 +165,5 @@ def is_number(value: object) -> bool:
 
 def numbers_in(line: Mapping[str, Any], name: str) -> list[float]:
     """Return the numbers in a line's list; an empty list if the field is not a list."""
-    found = line.get(name)
-    return list(filter(is_number, found)) if isinstance(found, list) else []
+    values = line.get(name)
+    return list(filter(is_number, values)) if isinstance(values, list) else []

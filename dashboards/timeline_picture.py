@@ -51,11 +51,11 @@ def timeline_svg(steps: Steps, ranks: Sequence[int] | None = None) -> str:
         begin = begin_of(batches)
         took = max(int(batch.records["end_ns"].max()) for batch in batches) - begin
         longest = max(longest, took)
-        found = [phases(batch) for batch in batches]
-        total, hidden = sum(length(f.moving) for f in found), sum(length(f.hidden) for f in found)
+        activities = [phases(batch) for batch in batches]
+        total, hidden = sum(length(f.moving) for f in activities), sum(length(f.hidden) for f in activities)
         share = f"{hidden / total:.0%} of communication is hidden behind compute" if total else ""
         used = {s for batch in batches for s in batch.labels.streams[apart(batch.records)[0]["label"]]}
-        both = list(zip(batches, found, strict=True))
+        both = list(zip(batches, activities, strict=True))
         first, *others = (
             _row(batch, when, lane, begin) for batch, when in both for lane in _LANES if lane in used
         )
@@ -88,12 +88,12 @@ def timeline_text(steps: Steps, *, rank: int = 0, width: int = 64) -> Text:
     hidden behind compute or exposed; and, if this ever happens, in which the rank waits for a peer.
     """
     batches = {name: traces.ranks[rank][step] for name, (traces, step) in steps.items()}
-    found = {name: phases(batch) for name, batch in batches.items()}
+    activities = {name: phases(batch) for name, batch in batches.items()}
     begins = {name: int(batch.records["start_ns"].min()) for name, batch in batches.items()}
     took = {name: int(batch.records["end_ns"].max()) - begins[name] for name, batch in batches.items()}
-    waits = any(len(when.waiting) for when in found.values())
+    waits = any(len(when.waiting) for when in activities.values())
     text = Text()
-    for name, when in found.items():
+    for name, when in activities.items():
         edges = begins[name] + max(took.values()) / width * np.arange(width + 1, dtype=np.float64)
         text.append(f"{name}: {took[name] / 1e6:.0f} ms\n", style="bold")
         lines = {"compute": when.computing, "hidden": when.hidden, "exposed": when.exposed}

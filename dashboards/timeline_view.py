@@ -22,12 +22,12 @@ Durations = Mapping[tuple[str, int], float]
 
 def predicted_durations(batches: Iterable[Batch]) -> dict[tuple[str, int], float]:
     """Return the median duration of every operator and layer of a predicted trace."""
-    found: dict[tuple[str, int], list[NDArray[np.int64]]] = {}
+    times: dict[tuple[str, int], list[NDArray[np.int64]]] = {}
     for batch in batches:
         took = batch.records["end_ns"] - batch.records["start_ns"]
         for number, label in enumerate(batch.labels.all):
-            found.setdefault((label.operator, label.layer), []).append(took[batch.records["label"] == number])
-    return {key: float(np.median(np.concatenate(values))) for key, values in found.items()}
+            times.setdefault((label.operator, label.layer), []).append(took[batch.records["label"] == number])
+    return {key: float(np.median(np.concatenate(values))) for key, values in times.items()}
 
 
 def step_columns(

@@ -51,9 +51,9 @@ class TraceFolder:
             except OSError:
                 continue  # rotated away at this moment
             try:
-                for batch, place in decode(data):
+                for batch, position in decode(data):
                     self._take(self.ranks[rank], batch)
-                    new, end = True, done + place
+                    new, end = True, done + position
             except ValueError as error:
                 self.damage[rank] = f"{path.name}: {error}"
                 end = done + len(data)
@@ -62,11 +62,11 @@ class TraceFolder:
 
     def _files(self) -> list[tuple[int, Path]]:
         """Return the files by rank, the oldest first: from number 9999 on, names do not sort by number."""
-        found = []
+        files = []
         for path in self.path.glob("rank-*"):
             if (match := _NAME.fullmatch(path.name)) and path.is_file() and not path.is_symlink():
-                found.append((int(match[1]), int(match[2]), path))
-        return [(rank, path) for rank, _, path in sorted(found)]
+                files.append((int(match[1]), int(match[2]), path))
+        return [(rank, path) for rank, _, path in sorted(files)]
 
     def _take(self, steps: dict[int, Batch], batch: Batch) -> None:
         # A generation may begin with an earlier step: drop records from that step on.

@@ -85,8 +85,8 @@ class Server:
         there = self._ask(f"read dashboard {uid}", "GET", f"/dashboards/uid/{uid}")
         if there is not None:
             of_server = {"id": None, "version": None}
-            known, place = there.get("dashboard") or {}, (there.get("meta") or {}).get("folderUid")
-            if place == folder and {**known, **of_server} == {**content, **of_server}:
+            known, parent = there.get("dashboard") or {}, (there.get("meta") or {}).get("folderUid")
+            if parent == folder and {**known, **of_server} == {**content, **of_server}:
                 return "as it should be"
         body = {"dashboard": content, "folderUid": folder, "overwrite": True, "message": "braid grafana push"}
         self._ask(f"write dashboard {uid}", "POST", "/dashboards/db", body)

@@ -92,6 +92,7 @@ export class Charts {
   }
 }
 
+/** Return a chart with its caption, which tells the values at the cursor or the newest ones. */
 function draw(chart, run, cursor) {
   const { step } = run.columns;
   const lines = chart.lines.filter(([, values]) => values?.some(Number.isFinite));
@@ -143,7 +144,7 @@ function* marks(events, { first, last, x }) {
   let taken = -Infinity;
   for (const { kind, step, text = "" } of events) {
     if (!(kind in MARKS) || !(step >= first && step <= last)) continue;
-    taken = Math.max(x(step), taken + 11);
+    taken = Math.abs(x(step) - taken) < 11 ? taken + 11 : x(step);
     const sign = svg("text", { x: taken, y: TOP - 4, "text-anchor": "middle", text: MARKS[kind] });
     sign.append(svg("title", { text: `${kind} at step ${step} ${text}` }));
     yield sign;

@@ -11,10 +11,10 @@ const latest = ({ end }) => end.reduce((most, time) => Math.max(most, time), 0);
 /** A step of some ranks as the server tells it (`timeline_view.py`): ranks by number, each with the places of its
  * spans by lane and with the time at which all is over. */
 function prepared(step) {
-  const ranks = step.ranks.map((own) => {
+  const ranks = step.ranks.map((columns) => {
     const lanes = [[], [], []];
-    own.spans.label.forEach((label, span) => lanes[step.labels[label].lane].push(span));
-    return [own.rank, { ...own, lanes, over: Math.max(latest(own.spans), latest(own.waits)) }];
+    columns.spans.label.forEach((label, span) => lanes[step.labels[label].lane].push(span));
+    return [columns.rank, { ...columns, lanes, over: Math.max(latest(columns.spans), latest(columns.waits)) }];
   });
   return { ...step, ranks: new Map(ranks) };
 }

@@ -107,16 +107,16 @@ function stack(rails) {
 
 const heading = (text, more, scope = "col") => el("th", { scope, ...more }, text);
 
-function drawEffectiveness(found) {
-  byId("heat-section").hidden = !found;
-  if (!found) return;
-  const head = found.columns.map(({ name, alike, ns }) => heading(`${name}${alike.length ? ` and ${alike.length} alike` : ""} (${nanoseconds(ns)})`, { title: [name, ...alike].join(", ") }));
-  const rows = found.rows.map(({ name, ns }, n) => {
-    const cells = found.values[n].map((value) => el("td", { text: value.toFixed(2), style: heat(value) }));
+function drawEffectiveness(table) {
+  byId("heat-section").hidden = !table;
+  if (!table) return;
+  const head = table.columns.map(({ name, alike, ns }) => heading(`${name}${alike.length ? ` and ${alike.length} alike` : ""} (${nanoseconds(ns)})`, { title: [name, ...alike].join(", ") }));
+  const rows = table.rows.map(({ name, ns }, n) => {
+    const cells = table.values[n].map((value) => el("td", { text: value.toFixed(2), style: heat(value) }));
     return el("tr", {}, heading(`${name} (${nanoseconds(ns)})`, {}, "row"), ...cells);
   });
   byId("heat").replaceChildren(el("tr", {}, el("th"), ...head), ...rows);
-  byId("heat-source").textContent = `Costs: ${found.source}`;
+  byId("heat-source").textContent = `Costs: ${table.source}`;
 }
 
 const times = (value) => (Number.isFinite(value) ? `${value.toFixed(value < 10 ? 2 : 1)} ×` : "–");

@@ -19,12 +19,12 @@ export function spanAt({ start, end }, time, slack, spans = start.keys()) {
 }
 
 /** Describe an interval of a `kind`: "exposed" transfers, or "waits" for peers. */
-export function describeInterval({ rank, data, kind, place }) {
+export function describeInterval({ rank, data, kind, index }) {
   const { start, end, label, peer } = data.ranks.get(rank)[kind];
-  const length = nanoseconds(end[place] - start[place]);
+  const length = nanoseconds(end[index] - start[index]);
   if (kind === "exposed") return [`rank ${rank} waits for a transfer`, `${length} in which it is under way and nothing is computed`];
-  const { operator, layer } = data.labels[label[place]];
-  return [`rank ${rank} waits for rank ${peer[place]} (${operator}${layer >= 0 ? `, layer ${layer}` : ""})`, `${length} in which nothing runs here, and that rank has not begun the collective`];
+  const { operator, layer } = data.labels[label[index]];
+  return [`rank ${rank} waits for rank ${peer[index]} (${operator}${layer >= 0 ? `, layer ${layer}` : ""})`, `${length} in which nothing runs here, and that rank has not begun the collective`];
 }
 
 /** Return the nanoseconds of a span during which its rank waits. */
@@ -33,8 +33,8 @@ function exposedIn({ start, end }, from, to) {
 }
 
 export function describeSpan({ rank, data, span }) {
-  const own = data.ranks.get(rank);
-  const [start, end, label, strand, direction, batch, chunk] = ["start", "end", "label", "strand", "direction", "micro_batch", "chunk"].map((name) => own.spans[name][span]);
+  const columns = data.ranks.get(rank);
+  const [start, end, label, strand, direction, batch, chunk] = ["start", "end", "label", "strand", "direction", "micro_batch", "chunk"].map((name) => columns.spans[name][span]);
   const facts = data.labels[label];
   const length = end - start;
   const where = [
@@ -48,7 +48,7 @@ export function describeSpan({ rank, data, span }) {
   if (facts.solo_ns) lines.push(`alone: ${beside(facts.solo_ns)}`);
   if (facts.shapes) lines.push(`shapes: ${facts.shapes}`);
   if (facts.lane > 0) {
-    const waits = exposedIn(own.exposed, start, end);
+    const waits = exposedIn(columns.exposed, start, end);
     lines.push(`hidden: ${nanoseconds(length - waits)}`, `exposed: ${nanoseconds(waits)}`);
   }
   if (facts.bytes) lines.push(`sent: ${bytes(facts.bytes)}, ${rate(facts.bytes, "B")}`);

@@ -71,7 +71,7 @@ function budget(measured, predicted) {
     ["measured", measured],
     ["predicted", { step, compute, exposed, slowdown, communication }],
     ["one strand, predicted", { step: predicted.serial_seconds, exposed: waits, communication: waits }],
-  ].filter(([, times]) => Number.isFinite(times.step) && times.exposed !== undefined);
+  ].filter(([, times]) => Number.isFinite(times.step) && !Number.isNaN(times.exposed));
   const longest = Math.max(...rows.map(([, times]) => Math.max(times.step, times.communication ?? 0)));
   byId("budget").replaceChildren(...rows.flatMap(([name, times]) => {
     const parts = partsOf(times);
@@ -79,7 +79,7 @@ function budget(measured, predicted) {
     const before = Math.max(0, parts[0][1] + parts[1][1] - hidden);
     const moving = [["gap", before, ""], ["hidden", hidden, ""], ["stripes", times.exposed ?? 0, ""]];
     const spoken = [...parts, ["", hidden, "hidden communication"]].map(([, value, part]) => `${part} ${seconds(value)}`).join(", ");
-    return [el("div", { class: "name" }, name, el("small", { text: "communication" })), el("div", { role: "img", "aria-label": `${name}: step ${seconds(times.step)}, ${spoken}`, class: "bars" }, bar(parts, longest, seconds(times.step)), bar(moving, longest))];
+    return [el("div", { class: "name" }, name, el("small", { text: "communication" })), el("div", { role: "img", "aria-label": `${name}: step ${seconds(times.step)}, ${spoken}` }, bar(parts, longest, seconds(times.step)), bar(moving, longest))];
   }));
 }
 
@@ -130,14 +130,14 @@ export function drawHeader(run) {
 }
 
 function alerts(run) {
-  const found = [...(run.state?.trouble ?? [])];
+  const texts = [...(run.state?.trouble ?? [])];
   const { stragglers = [], line } = run.ranks ?? {};
-  if (stragglers.length) found.push(`⚠ ${stragglers.length > 1 ? "Slow ranks" : "Slow rank"}: ${stragglers.slice(0, 6).map(({ rank, times: ratio }) => `${rank} (${ratio.toFixed(2)} × the compute time of the others of its stage)`).join(", ")}${stragglers.length > 6 ? ` and ${stragglers.length - 6} more` : ""}. All others wait for the slowest.`);
+  if (stragglers.length) texts.push(`⚠ ${stragglers.length > 1 ? "Slow ranks" : "Slow rank"}: ${stragglers.slice(0, 6).map(({ rank, times: ratio }) => `${rank} (${ratio.toFixed(2)} × the compute time of the others of its stage)`).join(", ")}${stragglers.length > 6 ? ` and ${stragglers.length - 6} more` : ""}. All others wait for the slowest.`);
   const dropped = (line?.dropped_spans ?? []).reduce((sum, count) => sum + count, 0);
-  if (dropped) found.push(`${dropped} spans were dropped by ranks that could not keep up; the timeline has gaps.`);
+  if (dropped) texts.push(`${dropped} spans were dropped by ranks that could not keep up; the timeline has gaps.`);
   const every = Math.max(1, ...(line?.sampled_every ?? []));
-  if (every > 1) found.push(`Spans of one step in ${every} are recorded.`);
-  for (const { kind, step, text } of run.events.filter((event) => ["failed", "telemetry"].includes(event.kind)).slice(-3)) found.push(`${kind} at step ${step}: ${text}`);
-  if (run.columns.step.length && run.columns.loss?.at(-1) === null) found.push("The loss is not a number.");
-  byId("alerts").replaceChildren(...found.map((text) => el("li", { text })));
+  if (every > 1) texts.push(`Spans of one step in ${every} are recorded.`);
+  for (const { kind, step, text } of run.events.filter((event) => ["failed", "telemetry"].includes(event.kind)).slice(-3)) texts.push(`${kind} at step ${step}: ${text}`);
+  if (run.columns.step.length && run.columns.loss?.at(-1) === null) texts.push("The loss is not a number.");
+  byId("alerts").replaceChildren(...texts.map((text) => el("li", { text })));
 }

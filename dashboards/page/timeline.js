@@ -25,8 +25,8 @@ export class Timeline {
     box.addEventListener("scroll", redraw);
     box.addEventListener("wheel", (event) => this._wheel(event), { passive: false });
     this.canvas.lines = (x, y) => {
-      const found = this.hit(x, y);
-      return found && this.describe(found);
+      const hit = this.hit(x, y);
+      return hit && this.describe(hit);
     };
     this.recolour();
   }
@@ -129,12 +129,12 @@ export class Timeline {
     if (this.drawn === null) return [];
     const first = this._first(this.drawn);
     const origin = this.run.held(first, Math.floor(this.scroll / this.row))?.begin_ns;
-    const found = [];
+    const steps = [];
     for (let step = first; step <= this.drawn; step += 1) {
       const data = this.run.held(step, rank);
-      if (data && !data.missing) found.push({ data, at: origin ? Number(BigInt(data.begin_ns) - BigInt(origin)) : 0 });
+      if (data && !data.missing) steps.push({ data, at: origin ? Number(BigInt(data.begin_ns) - BigInt(origin)) : 0 });
     }
-    return found;
+    return steps;
   }
 
   /** Give box and room their sizes. */
@@ -241,14 +241,14 @@ export class Timeline {
     this._paintGutter(rank, steps, top);
     this._clip(this.gutter, top, width - this.gutter, row);
     for (const { data, at } of steps) {
-      const own = data.ranks.get(rank);
-      if (!own) continue;
-      for (const [, left, right] of this._inView(own.exposed, at)) this._box("wash", left, top + 3, Math.max(1, right - left), 3 * lane);
-      this._paintWaits(own.exposed, at, top, "hurt", paints.exposed);
-      this._paintWaits(own.waits, at, top, "peer", paints.waits);
-      own.lanes.forEach((spans, number) => this._paintLane(data, own, spans, at, top + 3 + number * lane));
-      for (const [place, left, right] of this._inView(own.blocks, at)) {
-        const paired = own.blocks.kind[place] === 2;
+      const columns = data.ranks.get(rank);
+      if (!columns) continue;
+      for (const [, left, right] of this._inView(columns.exposed, at)) this._box("wash", left, top + 3, Math.max(1, right - left), 3 * lane);
+      this._paintWaits(columns.exposed, at, top, "hurt", paints.exposed);
+      this._paintWaits(columns.waits, at, top, "peer", paints.waits);
+      columns.lanes.forEach((spans, number) => this._paintLane(data, columns, spans, at, top + 3 + number * lane));
+      for (const [index, left, right] of this._inView(columns.blocks, at)) {
+        const paired = columns.blocks.kind[index] === 2;
         this._box(paired ? "paired" : "block", left, top + 0.5, Math.max(1, right - left - 1), paired ? 2 : 1);
       }
       if (this.count > 1) this._box("quiet", Math.round(this.x(at)), top, 1, row);
@@ -265,22 +265,22 @@ export class Timeline {
     if (numbers?.communication_ns) this._write(`${percent(numbers.hidden_ns / numbers.communication_ns)} hidden`, 8, top + 25);
     if (lane < 12) return;
     if (place?.pp !== undefined) this._write(`stage ${place.pp}`, 8, top + 39);
-    LANES.forEach((name, number) => this._write(gutter < 150 ? name.slice(0, 5) : name, gutter - 8, top + 3 + (number + 0.5) * lane, "quiet", "right"));
+    LANES.forEach((name, number) => this._write(gutter < 150 ? name.split("-")[0] : name, gutter - 8, top + 3 + (number + 0.5) * lane, "quiet", "right"));
     this._write("waits", gutter - 8, top + 4 + 3 * lane + STRIP / 2, "hurt", "right");
   }
 
   /** Yield the intervals in view, in order of their begin, as [index, left, right]; one of all that share a pixel. */
-  *_inView({ start, end }, at, places = start.keys()) {
+  *_inView({ start, end }, at, indices = start.keys()) {
     const [from, to] = [this.time(this.gutter), this.time(this.width)];
     const [zero, scale] = [this.x(0), this.extent / this.whole];
     let covered = -Infinity; // pixels up to here are drawn
-    for (const place of places) {
-      if (end[place] + at < from || start[place] + at > to) continue;
-      const left = zero + (start[place] + at) * scale;
-      const right = zero + (end[place] + at) * scale;
+    for (const index of indices) {
+      if (end[index] + at < from || start[index] + at > to) continue;
+      const left = zero + (start[index] + at) * scale;
+      const right = zero + (end[index] + at) * scale;
       if (right - left < 1 && Math.floor(left) <= covered) continue;
       covered = right - left < 1 ? Math.floor(left) : Math.floor(right) - 1;
-      yield [place, left, right];
+      yield [index, left, right];
     }
   }
 
@@ -293,7 +293,7 @@ export class Timeline {
       this._box(colour, x, top, wide > 3 ? wide - 0.6 : wide, height);
       const ink = colour.endsWith("backward") ? "#ffffff" : "#101820";
       if (this.lane >= 12 && wide > 26) this._write(fitted(data.labels[spans.label[span]].operator, wide), x + 3, top + height / 2 + 0.5, ink);
-      if (this.picked?.span === span && this.picked.own.spans === spans) {
+      if (this.picked?.span === span && this.picked.columns.spans === spans) {
         Object.assign(this.context, { strokeStyle: this.colours.ink, lineWidth: 2 });
         this.context.strokeRect(x + 1, top + 1, Math.max(2, wide - 2), height - 2);
       }
@@ -318,42 +318,42 @@ export class Timeline {
     const time = this.time(x);
     const slack = (this.time(x + 1) - time) * 0.75;
     for (const { data, at } of steps) {
-      const own = data.ranks.get(rank);
-      if (!own) continue;
-      const span = spanAt(own.spans, time - at, slack, own.lanes[lane] ?? []);
-      if (span !== null) return { rank, data, own, span, at };
+      const columns = data.ranks.get(rank);
+      if (!columns) continue;
+      const span = spanAt(columns.spans, time - at, slack, columns.lanes[lane] ?? []);
+      if (span !== null) return { rank, data, columns, span, at };
       for (const kind of ["exposed", "waits"]) {
-        const place = spanAt(own[kind], time - at, slack);
-        if (place !== null) return { rank, data, kind, place };
+        const index = spanAt(columns[kind], time - at, slack);
+        if (index !== null) return { rank, data, kind, index };
       }
     }
     return null;
   }
 
   /** Return lines about what was hit. */
-  describe(found) {
-    if (found.kind) return describeInterval(found);
-    if (found.span !== undefined) return describeSpan(found);
-    const { node, place = {} } = this.run.state?.cluster.ranks[found.rank] ?? {};
+  describe(hit) {
+    if (hit.kind) return describeInterval(hit);
+    if (hit.span !== undefined) return describeSpan(hit);
+    const { node, place = {} } = this.run.state?.cluster.ranks[hit.rank] ?? {};
     const where = Object.entries(place).map(([axis, at]) => `${axis} ${at}`).join(", ");
-    const { numbers = {}, dropped, damage } = found.steps.at(-1)?.data.ranks.get(found.rank) ?? {};
+    const { numbers = {}, dropped, damage } = hit.steps.at(-1)?.data.ranks.get(hit.rank) ?? {};
     const told = describeNumbers((name) => numbers[`${name}_ns`] && numbers[`${name}_ns`] / 1e9);
-    return [`rank ${found.rank}`, `node: ${node}`, `place: ${where}`, ...told, dropped && `spans dropped: ${dropped}`, damage && `damaged: ${damage}`].filter(Boolean);
+    return [`rank ${hit.rank}`, `node: ${node}`, `place: ${where}`, ...told, dropped && `spans dropped: ${dropped}`, damage && `damaged: ${damage}`].filter(Boolean);
   }
 
   /** Pick the operator before or after the picked one, on the same rank and lane. */
   pick(by) {
     const rank = this.picked?.rank ?? Math.ceil(this.scroll / this.row);
     const { data, at, span: before } = this.picked ?? this.steps(rank).at(-1) ?? {};
-    const own = data?.ranks.get(rank);
-    if (!own) return;
-    const { start, end, label } = own.spans;
-    const lane = own.lanes[before === undefined ? 0 : data.labels[label[before]].lane];
+    const columns = data?.ranks.get(rank);
+    if (!columns) return;
+    const { start, end, label } = columns.spans;
+    const lane = columns.lanes[before === undefined ? 0 : data.labels[label[before]].lane];
     const from = this.time(this.gutter);
     const next = before === undefined ? lane.findIndex((span) => end[span] + at >= from) : lane.indexOf(before) + by;
     const span = lane[next];
     if (span === undefined) return;
-    this.picked = { rank, data, own, at, span };
+    this.picked = { rank, data, columns, at, span };
     const [left, right] = [this.x(start[span] + at), this.x(end[span] + at)];
     if (left < this.gutter || right > this.width) this.box.scrollLeft += left - (this.gutter + this.width) / 2;
     const { x, y } = this.canvas.getBoundingClientRect();

@@ -53,14 +53,14 @@ def overlap_numbers(
 
 def union(intervals: IntArray) -> IntArray:
     """Merge intervals (n, 2) to disjoint ones in order, with gaps between them; empty intervals vanish."""
-    found = intervals[intervals[:, 1] > intervals[:, 0]]
-    if not len(found):
-        return found
-    found = found[np.argsort(found[:, 0], kind="stable")]
-    reached = np.maximum.accumulate(found[:, 1])
-    begins = np.flatnonzero(np.concatenate([[True], found[1:, 0] > reached[:-1]]))
-    ends = np.concatenate([begins[1:] - 1, [len(found) - 1]])
-    return np.stack([found[begins, 0], reached[ends]], axis=1)
+    ordered = intervals[intervals[:, 1] > intervals[:, 0]]
+    if not len(ordered):
+        return ordered
+    ordered = ordered[np.argsort(ordered[:, 0], kind="stable")]
+    reached = np.maximum.accumulate(ordered[:, 1])
+    begins = np.flatnonzero(np.concatenate([[True], ordered[1:, 0] > reached[:-1]]))
+    ends = np.concatenate([begins[1:] - 1, [len(ordered) - 1]])
+    return np.stack([ordered[begins, 0], reached[ends]], axis=1)
 
 
 def without(some: IntArray, others: IntArray) -> IntArray:
@@ -82,8 +82,8 @@ def outside(some: IntArray, others: IntArray) -> tuple[NDArray[np.int64], IntArr
     first = np.searchsorted(gaps[:, 1], some[:, 0], side="right")
     counts = np.maximum(0, np.searchsorted(gaps[:, 0], some[:, 1], side="left") - first)
     whose = np.repeat(np.arange(len(some)), counts)
-    place = np.arange(len(whose)) - np.repeat(np.cumsum(counts) - counts, counts) + first[whose]
-    begins, lasts = np.maximum(some[whose, 0], gaps[place, 0]), np.minimum(some[whose, 1], gaps[place, 1])
+    gap = np.arange(len(whose)) - np.repeat(np.cumsum(counts) - counts, counts) + first[whose]
+    begins, lasts = np.maximum(some[whose, 0], gaps[gap, 0]), np.minimum(some[whose, 1], gaps[gap, 1])
     return numbers[whose], np.stack([begins, lasts], axis=1)
 
 
@@ -96,8 +96,8 @@ def shares(disjoint: IntArray, edges: FloatArray) -> FloatArray:
     begun = np.searchsorted(disjoint[:, 0], edges, side="right")
     over = np.maximum(0, disjoint[np.maximum(begun - 1, 0), 1] - edges)
     covered_before = lengths[begun] - np.where(begun > 0, over, 0)
-    found: FloatArray = np.diff(covered_before) / np.diff(edges)
-    return found
+    filled: FloatArray = np.diff(covered_before) / np.diff(edges)
+    return filled
 
 
 def length(disjoint: IntArray) -> int:
@@ -111,8 +111,8 @@ def _slowdown_ns(compute: IntArray, solo_ns: IntArray, paired: IntArray) -> int 
     if not len(paired):
         return 0
     paired = paired[np.argsort(paired[:, 0])]
-    place = np.searchsorted(paired[:, 0], compute[:, 0], side="right") - 1
-    inside = (place >= 0) & (compute[:, 0] < paired[place, 1])
+    block = np.searchsorted(paired[:, 0], compute[:, 0], side="right") - 1
+    inside = (block >= 0) & (compute[:, 0] < paired[block, 1])
     if (solo_ns[inside] < 0).any():
         return None
     return int((compute[inside, 1] - compute[inside, 0] - solo_ns[inside]).sum())

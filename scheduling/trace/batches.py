@@ -138,18 +138,18 @@ def decode(data: bytes) -> Iterator[tuple[Batch, int]]:
     """
     import pyarrow as pa
 
-    source, place = pa.BufferReader(data), 0
-    while len(data) - place >= 8:
-        mark, size = struct.unpack_from("<Ii", data, place)
+    source, position = pa.BufferReader(data), 0
+    while len(data) - position >= 8:
+        mark, size = struct.unpack_from("<Ii", data, position)
         if mark != 0xFFFFFFFF or not 0 < size < _LARGEST:
-            raise ValueError(f"byte {place} is not the begin of a batch of spans")
-        if len(data) - place - 8 < size:
+            raise ValueError(f"byte {position} is not the begin of a batch of spans")
+        if len(data) - position - 8 < size:
             return
         try:
             message = pa.ipc.read_message(source)
         except OSError:
             return  # the body is incomplete
-        place = source.tell()
+        position = source.tell()
         if message.type == "schema":
             if pa.ipc.read_schema(message) != _schema():
                 raise ValueError("the spans were written by another version of Braid, and cannot be read")
@@ -160,7 +160,7 @@ def decode(data: bytes) -> Iterator[tuple[Batch, int]]:
             batch = _batch(row)
         except OSError as error:
             raise ValueError(f"a batch of spans is damaged: {error}") from None
-        yield batch, place
+        yield batch, position
 
 
 def _batch(row: Any) -> Batch:
@@ -189,12 +189,12 @@ def _labels(column: Any) -> Labels:
 def read_batches(path: Path) -> list[Batch]:
     """Read all batches of a file; raise `ValueError` if it cannot be read or has none."""
     try:
-        found = [batch for batch, _ in decode(path.read_bytes())]
+        batches = [batch for batch, _ in decode(path.read_bytes())]
     except (OSError, ValueError) as error:
         raise ValueError(f"trace {path} cannot be read: {error}") from None
-    if not found:
+    if not batches:
         raise ValueError(f"trace {path} holds no spans")
-    return found
+    return batches
 
 
 def encode_all(batches: Iterable[Batch]) -> bytes:
@@ -213,8 +213,8 @@ def batches_of(spans: Iterable[Span]) -> list[Batch]:
         row = span.start_ns, span.end_ns, number, -1, span.micro_batch, span.chunk, strand, direction, 0
         rows.setdefault(span.rank, []).append(row)
     return [
-        Batch(rank=rank, step=0, labels=Labels(labels[rank]), records=np.array(found, RECORD))
-        for rank, found in rows.items()
+        Batch(rank=rank, step=0, labels=Labels(labels[rank]), records=np.array(records_of_rank, RECORD))
+        for rank, records_of_rank in rows.items()
     ]
 
 

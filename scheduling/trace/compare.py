@@ -72,14 +72,14 @@ def _by_name(batches: Sequence[Batch]) -> dict[str, list[NDArray[np.int64]]]:
 
     Executions on all streams count: some groups of an axis may lie inside nodes and others between them.
     """
-    found: dict[str, list[NDArray[np.int64]]] = {}
+    times: dict[str, list[NDArray[np.int64]]] = {}
     for batch in batches:
         operators, _, _ = apart(batch.records)
         names = np.array([label.operator for label in batch.labels.all], object)[operators["label"]]
         took = operators["end_ns"] - operators["start_ns"]
         for name in sorted({*names}):
-            found.setdefault(name, []).append(took[names == name])
-    return found
+            times.setdefault(name, []).append(took[names == name])
+    return times
 
 
 def _totals(batches: Sequence[Batch]) -> TraceTotals:

@@ -36,7 +36,7 @@ def stragglers(steps: Sequence[Sequence[float]], stages: Sequence[int]) -> list[
     if len(recent) < LAST:
         return []
     medians = np.median(np.array(recent, np.float64).reshape(STRETCHES, STRETCH, len(stages)), axis=1)
-    found = []
+    slow = []
     for stage in sorted(set(stages)):
         members = np.flatnonzero(np.array(stages) == stage)
         if len(members) < 2:
@@ -45,5 +45,5 @@ def stragglers(steps: Sequence[Sequence[float]], stages: Sequence[int]) -> list[
             others = np.median(medians[:, members[members != rank]], axis=1)
             if (others > 0).all() and (medians[:, rank] > TIMES * others).all():
                 times = float(np.median(medians[:, rank] / others))
-                found.append(Straggler(rank=rank, stage=stage, times=times))
-    return sorted(found, key=lambda straggler: -straggler.times)
+                slow.append(Straggler(rank=rank, stage=stage, times=times))
+    return sorted(slow, key=lambda straggler: -straggler.times)

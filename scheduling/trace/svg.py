@@ -97,8 +97,8 @@ def rows_picture(
             elements += [_strip(shares(times, edges), y + _STRIP - 4, c) for c, times in row.strips]
             y += _STRIP + 2
     elements += [*_axis(length, y), text(_LEFT, y + 38, note, fill="#666")]
-    for place, (name, colour) in enumerate(legend):
-        x = _LEFT + place * _SPAN / len(legend)
+    for number, (name, colour) in enumerate(legend):
+        x = _LEFT + number * _SPAN / len(legend)
         elements.append(element("rect", x=x, y=y + 48, width=12, height=12, fill=colour))
         elements.append(text(x + 17, y + 58, name, fill="#333"))
     return document(_WIDTH, y + (70 if legend else 48), elements)

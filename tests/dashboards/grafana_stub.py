@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from tests.dashboards.grafana_schema import DashboardBody, DataSourceBody, FolderBody
 from tests.servers import Asked, served
@@ -46,68 +46,42 @@ class State:
         return [request for request in self.asked if request[0] != "GET"]
 
 
-class RefusedError(Exception):
-    """An error as Grafana words it."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-def _checked(model: type[BaseModel], body: Any) -> dict[str, Any]:
-    try:
-        model.model_validate(body)
-    except ValidationError as error:
-        raise RefusedError(400, f"bad request data: {error}") from None
-    assert isinstance(body, dict)
-    return body
-
-
-def _found(held: dict[str, dict[str, Any]], uid: str) -> dict[str, Any]:
-    if uid not in held:
-        raise RefusedError(404, "not found")
-    return held[uid]
-
-
-def _answer(state: State, method: str, path: str, body: Any) -> Any:
-    match method, path.strip("/").split("/"):
-        case "GET", ["api", "folders"]:
-            return [{"uid": f["uid"], "title": f["title"]} for f in state.folders.values()]
-        case "POST", ["api", "folders"]:
+def _answer(state: State, method: str, path: str, body: Any) -> tuple[int, Any]:
+    """Status and content. Raise `ValidationError` if a body is not as it must be."""
+    match method, path.strip("/").split("/")[1:]:
+        case "GET", ["folders"]:
+            return 200, [{"uid": f["uid"], "title": f["title"]} for f in state.folders.values()]
+        case "POST", ["folders"]:
+            FolderBody.model_validate(body)
             uid = f"f{len(state.folders)}"
-            state.folders[uid] = {"uid": uid, "title": _checked(FolderBody, body)["title"], "version": 1}
-            return state.folders[uid]
-        case "GET", ["api", "datasources", "uid", uid]:
-            return _found(state.datasources, uid)
-        case "POST", ["api", "datasources"]:
-            made = _checked(DataSourceBody, body) | {"id": len(state.datasources) + 1, "version": 1}
+            state.folders[uid] = {"uid": uid, "title": body["title"], "version": 1}
+            return 200, state.folders[uid]
+        case "GET", ["datasources", "uid", uid] if uid in state.datasources:
+            return 200, state.datasources[uid]
+        case "GET", ["dashboards", "uid", uid] if uid in state.dashboards:
+            return 200, state.dashboards[uid]
+        case ("POST", ["datasources"]) | ("PUT", ["datasources", "uid", _]):
+            DataSourceBody.model_validate(body)
+            before = state.datasources.get(body["uid"], {"id": len(state.datasources) + 1, "version": 0})
+            made = {**body, "id": before["id"], "version": before["version"] + 1}
             state.datasources[made["uid"]] = made
-            return {"datasource": made, "message": "Datasource added"}
-        case "PUT", ["api", "datasources", "uid", uid]:
-            before = _found(state.datasources, uid)
-            made = _checked(DataSourceBody, body) | {"id": before["id"], "version": before["version"] + 1}
-            state.datasources[uid] = made
-            return {"datasource": made, "message": "Datasource updated"}
-        case "GET", ["api", "dashboards", "uid", uid]:
-            return _found(state.dashboards, uid)
-        case "POST", ["api", "dashboards", "db"]:
-            return _write_dashboard(state, _checked(DashboardBody, body))
-    raise RefusedError(404, "Not found")
+            return 200, {"datasource": made}
+        case "POST", ["dashboards", "db"]:
+            DashboardBody.model_validate(body)
+            return _write_dashboard(state, body["dashboard"], body["folderUid"], body["overwrite"])
+    return 404, {"message": "Not found"}
 
 
-def _write_dashboard(state: State, body: dict[str, Any]) -> dict[str, Any]:
-    content, folder = body["dashboard"], body["folderUid"]
+def _write_dashboard(state: State, content: Any, folder: str, overwrite: bool) -> tuple[int, Any]:
     if folder not in state.folders:
-        raise RefusedError(400, "folder not found")
+        return 400, {"message": "folder not found"}
     before = state.dashboards.get(content["uid"])
-    if before is not None and not body["overwrite"]:
-        raise RefusedError(412, "The dashboard has been changed by someone else")
-    own = {
-        "id": before["dashboard"]["id"] if before else len(state.dashboards) + 1,
-        "version": before["dashboard"]["version"] + 1 if before else 1,
-    }
-    state.dashboards[content["uid"]] = {"dashboard": content | own, "meta": {"folderUid": folder}}
-    return {"uid": content["uid"], "status": "success"} | own
+    if before is not None and not overwrite:
+        return 412, {"message": "The dashboard has been changed by someone else"}
+    known = before["dashboard"] if before else {"id": len(state.dashboards) + 1, "version": 0}
+    of_server = {"id": known["id"], "version": known["version"] + 1}
+    state.dashboards[content["uid"]] = {"dashboard": content | of_server, "meta": {"folderUid": folder}}
+    return 200, {"uid": content["uid"], "status": "success"} | of_server
 
 
 @contextmanager
@@ -124,14 +98,15 @@ def grafana(prefix: str = "") -> Iterator[tuple[str, State]]:
             return failure.status, failure.body
         if not asked.path.startswith(f"{prefix}/api/"):
             return 404, "<html>no such page</html>"
+        if asked.headers.get("Authorization") != f"Bearer {TOKEN}":
+            return 401, json.dumps({"message": "Invalid API key"})
+        body = json.loads(asked.body) if asked.body else None
+        path = asked.path.removeprefix(prefix).partition("?")[0]
         try:
-            if asked.headers.get("Authorization") != f"Bearer {TOKEN}":
-                raise RefusedError(401, "Invalid API key")
-            body = json.loads(asked.body) if asked.body else None
-            path = asked.path.removeprefix(prefix).partition("?")[0]
-            return 200, json.dumps(_answer(state, asked.method, path, body))
-        except RefusedError as error:
-            return error.status, json.dumps({"message": str(error)})
+            status, content = _answer(state, asked.method, path, body)
+        except ValidationError as error:
+            status, content = 400, {"message": f"bad request data: {error}"}
+        return status, json.dumps(content)
 
     with served(answer) as port:
         yield f"http://127.0.0.1:{port}{prefix}", state

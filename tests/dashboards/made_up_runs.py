@@ -7,6 +7,7 @@ get its spans, every rank and step a little faster or slower.
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +46,23 @@ LAYOUTS = {
 """By number of ranks."""
 
 
+@cache
 def outcome(ranks: int) -> Outcome:
     """The simulated step of a layout of so many ranks on A40s, schedule ``braid``."""
     layout = LAYOUTS[ranks]
     workload = Workload(global_batch=8 * layout.dp, micro_batch=1)
     serial = Setting(model=SHAPE, layout=layout, workload=workload)
     return simulate_setting(with_schedule(serial, "braid"), _cluster(ranks))
+
+
+@cache
+def predicted(ranks: int) -> dict[str, Any]:
+    """The content of ``predicted.json``."""
+    made = outcome(ranks)
+    serial = simulate_setting(with_schedule(made.setting, "megatron"), _cluster(ranks)).numbers
+    alpha = serial.exposed_seconds / serial.step_seconds
+    step = SerialStep(seconds=serial.step_seconds, alpha=alpha)
+    return {**prediction(made, step), "source": SIMULATED}
 
 
 def _cluster(ranks: int) -> Any:
@@ -104,16 +116,13 @@ class MadeUpRun:
             {"address": f"10.0.0.{node + 1}", "node": f"{SIMULATED}-{node:02d}", "process": 1000 + rank}
             for rank, node in enumerate(nodes)
         ]
-        serial = simulate_setting(with_schedule(setting, "megatron"), cluster).numbers
-        alpha = serial.exposed_seconds / serial.step_seconds
-        predicted = prediction(made, SerialStep(seconds=serial.step_seconds, alpha=alpha))
         for name, text in (
             ("config.yaml", yaml.safe_dump(config)),
             ("model.json", json.dumps(asdict(SHAPE))),
             ("cluster.json", json.dumps({"launcher": SIMULATED, "ranks": where})),
             ("schedule.txt", write(made.code.schedule)),
             ("profile.json", made.bench.profile.to_json()),
-            ("predicted.json", json.dumps({**predicted, "source": SIMULATED})),
+            ("predicted.json", json.dumps(predicted(self.ranks))),
         ):
             (self.path / name).write_text(text, encoding="utf-8")
         spans = encode_all(batches_of(made.simulation.spans()))

@@ -105,24 +105,14 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def test_the_scrape_configuration_of_the_documentation(tmp_path: Path) -> None:
-    """Prometheus takes it as it stands, but for the port, and sees the page of a run at that port."""
+def documented(port: int) -> Json:
+    """The documentation's scrape configuration, for a page at another port."""
     text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```yaml\n# prometheus.yml\n(.*?)```", text, flags=re.DOTALL)
     assert block.count("8470") == 1
-    port = free_port()
-    config = yaml.safe_load(block.replace("8470", str(port)))
+    config = dict(yaml.safe_load(block.replace("8470", str(port))))
     assert [(ROOT / name).read_text() for name in config["rule_files"]] == [RULES.read_text()]
-    page = LivePage(port)  # tells what happens from now on
-    run = MadeUpRun(tmp_path / "run", 2, begin_ns=time.time_ns() + 10**9)
-    run.step()
-    try:
-        assert page.open(tmp_path / "run") == f"http://127.0.0.1:{port}/"
-        with prometheus(tmp_path, {**config, "rule_files": ["rules.yaml"]}) as server:
-            server.wait(lambda: bool(server.now("up{job='braid'} == 1")))
-            server.wait(lambda: bool(server.now("braid:hidden_ratio")))
-    finally:
-        page.close()
+    return {**config, "rule_files": ["rules.yaml"]}
 
 
 def as_of_ray(text: str) -> str:
@@ -148,17 +138,25 @@ def fed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         texts.update(zip(RUNS, (own, as_of_ray(by_ray)), strict=True))
 
     take("config.yaml", {"parallel": {"pp": 2}})
-    with served(lambda asked: (200, texts[asked.path[1:]]), "text/plain; version=0.0.4") as port:
+    folder, config = tmp_path_factory.mktemp("prometheus"), documented(page_port := free_port())
+    page = LivePage(page_port)  # tells what happens from now on
+    MadeUpRun(folder / "run", 2, begin_ns=time.time_ns() + 10**9).step()
+    with (
+        contextlib.closing(page),
+        served(lambda asked: (200, texts[asked.path[1:]]), "text/plain; version=0.0.4") as port,
+    ):
+        assert page.open(folder / "run") == f"http://127.0.0.1:{page_port}/"
         targets = [{"targets": [f"127.0.0.1:{port}"]}]
-        scrapes = [{"job_name": run, "metrics_path": f"/{run}", "static_configs": targets} for run in RUNS]
-        config = {"rule_files": ["rules.yaml"], "scrape_configs": scrapes}
-        with prometheus(tmp_path_factory.mktemp("prometheus"), config) as server:
+        config["scrape_configs"] += [
+            {"job_name": run, "metrics_path": f"/{run}", "static_configs": targets} for run in RUNS
+        ]
+        with prometheus(folder, config) as server:
             take("predicted.json", PREDICTED)
             take("events.jsonl", {"kind": "started"})
             for step in range(1, STEPS + 1):
                 take("ranks.jsonl", ranks_line(step, ranks=2))
                 take("metrics.jsonl", metrics_line(step, ranks=2))
-                seen = f'{{__name__=~"(ray_)?braid_step"}} == {step}'
+                seen = f'{{__name__=~"(ray_)?braid_step",run=~"run.*"}} == {step}'
                 server.wait(lambda seen=seen: len(server.now(seen)) == 2)
             for dashboard in DASHBOARDS.values():
                 for mark in dashboard["annotations"]["list"]:
@@ -166,7 +164,7 @@ def fed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
             for kind in ("saved", "restarted", "resized", "straggler"):
                 take("events.jsonl", {"kind": kind, "seconds": 0.25})
             server.wait(lambda: len(server.now('{__name__=~"(ray_)?braid_stragglers_total"} == 1')) == 2)
-            server.wait(lambda: len(server.now("braid:seconds_since_progress")) == 2)
+            server.wait(lambda: len(server.now('braid:seconds_since_progress{run=~"run.*"}')) == 2)
             yield server
 
 
@@ -175,6 +173,12 @@ def filled(expr: str, run: str) -> str:
     made = expr.replace("$job", run).replace("$stage", ".*").replace("$__rate_interval", "30s")
     assert "$" not in made, f"{expr} has a variable that the dashboards do not define"
     return made
+
+
+def test_the_scrape_configuration_of_the_documentation(fed: Server) -> None:
+    """Prometheus takes it as it stands, but for the port, and sees the page of a run at that port."""
+    fed.wait(lambda: bool(fed.now("up{job='braid'} == 1")))
+    fed.wait(lambda: bool(fed.now("braid:hidden_ratio{run='made-up'}")))
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -196,7 +200,7 @@ def test_every_panel_mark_and_variable_has_something_to_show(fed: Server, uid: s
         assert series["metric"] == {"run": run}
         assert {value for _, value in series["values"]} == {"1"}
     _, job, stage = DASHBOARDS[uid]["templating"]["list"]
-    for variable, expected in ((job, list(RUNS)), (stage, ["0", "1"])):
+    for variable, expected in ((job, ["made-up", *RUNS]), (stage, ["0", "1"])):
         match = re.fullmatch(r"label_values\((.*), (\w+)\)", filled(variable["query"]["query"], run))
         assert match is not None
         assert sorted(fed.get(f"label/{match[2]}/values", **{"match[]": match[1]})) == sorted(expected)
