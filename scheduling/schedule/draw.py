@@ -93,10 +93,9 @@ def summary(schedule: Schedule) -> str:
     stages = range(len(schedule.stages))
     idle = sum(timeline.idle(s) for s in stages) / max(1, timeline.length * len(schedule.stages))
     alive = [in_flight(schedule, s) for s in stages]
-    counts = {"stage": len(stages), "chunk": schedule.chunks, "micro-batch": schedule.micro_batches}
-    plurals = {"stage": "stages", "chunk": "chunks", "micro-batch": "micro-batches"}
-    sizes = ", ".join(f"{n} {name if n == 1 else plurals[name]}" for name, n in counts.items())
+    n, chunks, batches = len(stages), schedule.chunks, schedule.micro_batches
     return (
-        f"{schedule.name}: {sizes}; {timeline.length} slots (forward 1, backward 2), "
+        f"{schedule.name}: {n} stage{'s' * (n > 1)}, {chunks} chunk{'s' * (chunks > 1)}, "
+        f"{batches} micro-batch{'es' * (batches > 1)}; {timeline.length} slots (forward 1, backward 2), "
         f"idle {idle:.1%}; blocks in flight {', '.join(map(str, alive))}"
     )
