@@ -11,14 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from braid.kernels.collectives.primitives import (
-    Launch,
-    gather_stage,
-    gathered,
-    scatter_stage,
-    scattered,
-    whole_shares,
-)
+from braid.kernels.collectives import primitives
+from braid.kernels.collectives.primitives import Launch, gathered, scattered
 from braid.scheduling.generate.lower import training_schedule
 from braid.scheduling.mesh.mesh import place_in, sub_groups
 from braid.scheduling.mesh.partition import Partition, Target
@@ -113,7 +107,8 @@ def carried_out(moves: tuple[Move, ...], mesh: tuple[int, ...], held: list[Tenso
             if move.kind is Kind.ALL_REDUCE:
                 launches.append(line.all_reduce(x))
             else:
-                stage = scatter_stage if move.kind is Kind.REDUCE_SCATTER else gather_stage
+                scatters = move.kind is Kind.REDUCE_SCATTER
+                stage = primitives.scatter_stage if scatters else primitives.gather_stage
                 launches.append(stage(line, x, move.outer))  # type: ignore[arg-type]
             moved = launches[-1].result if move.kind is Kind.ALL_GATHER else x
             assert moved.numel() * move.part == whole, "it moves that part of the whole"
@@ -143,7 +138,7 @@ def test_stages_of_sums_and_gathers_come_to_the_whole(
     ranks = prod(mesh)
     generator = torch.Generator().manual_seed(elements)
     own = torch.randint(-99, 99, (ranks, elements), generator=generator).double()
-    grads = torch.stack([whole_shares(x, ranks) for x in own])
+    grads = torch.stack([primitives.whole_shares(x, ranks) for x in own])
     assert grads.shape[1] == -(-elements // ranks) * ranks
     total = grads.sum(0)
     assert torch.equal(total[:elements], own.sum(0))
