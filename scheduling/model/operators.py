@@ -251,22 +251,22 @@ class Part:
     constants: tuple[str, ...] = ()
     """Names of the inputs that the executor provides, not the previous part (tokens, targets, loss_scale)."""
     modules: Mapping[str, Parameters] = field(default_factory=dict)
-    """Module name -> counts of its trained parameters, if it has any; empty for a unit of several parts."""
+    """Module name -> its trained parameters, if it has any; empty for a unit of several parts."""
     frozen: Mapping[str, Parameters] = field(default_factory=dict)
-    """Module name -> counts of its parameters that are not trained, likewise."""
+    """Module name -> its parameters that are not trained, likewise."""
     members: tuple["Part", ...] = ()
     """Parts that were joined, if this is a unit of several parts; else empty."""
 
     @property
     def parameters(self) -> Parameters:
-        """Counts of all modules' trained parameters; a head that shares the embedding's table counts the
+        """All modules' trained parameters; a head that shares the embedding's table counts the
         table too."""
         counts = [member.parameters for member in self.members] or self.modules.values()
         return sum(counts, Parameters())
 
     @property
     def frozen_parameters(self) -> Parameters:
-        """Counts of all modules' parameters that are not trained, likewise."""
+        """All modules' parameters that are not trained, likewise."""
         counts = [member.frozen_parameters for member in self.members] or self.frozen.values()
         return sum(counts, Parameters())
 

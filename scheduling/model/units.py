@@ -85,7 +85,7 @@ def chunk_parameters(
     kinds: tuple[str, ...],
     chunk: int,
 ) -> Parameters:
-    """Return the parameter counts of a chunk.
+    """Return the parameters of a chunk.
 
     The table of a tied head counts, even if the embedding on the same stage holds it.
     """

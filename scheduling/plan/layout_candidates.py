@@ -238,7 +238,7 @@ def _estimate(setting: Setting, cluster: ClusterSpec, layer: _LayerPrice) -> Can
 def _sharing_ns(setting: Setting, cluster: ClusterSpec, parameters: Parameters, compute_ns: float) -> float:
     """Return the ns that gradient sums and parameter gathers add to a step with ``compute_ns`` of compute.
 
-    ``parameters``: the counts of one rank. ZeRO 2 and 3 repeat transfers for every micro-batch; of the time
+    ``parameters``: a rank's parameters. ZeRO 2 and 3 repeat transfers for every micro-batch; of the time
     that compute could hide, a quarter is assumed to stay exposed.
     """
     layout, micro_batches = setting.layout, setting.micro_batches

@@ -41,12 +41,12 @@ class BucketSpec:
     """Index of the part in the chunk, in the order of the forward pass."""
     modules: tuple[str, ...]
     parameters: Parameters
-    """Counts of the modules' trained parameters on the tensor-parallel rank that holds most."""
+    """The modules' trained parameters on the tensor-parallel rank that holds most."""
     frozen: Parameters
-    """Counts of their parameters that are not trained."""
+    """The modules' parameters that are not trained."""
 
     def shared(self, layout: ParallelLayout) -> tuple[Parameters, ...]:
-        """Return the counts of parameters that ranks gather from shards: with ZeRO 1 and 2 the trained ones,
+        """Return the parameters that ranks gather from shards: with ZeRO 1 and 2 the trained ones,
         which other ranks update; with ZeRO 3 the frozen ones too."""
         return (self.parameters, self.frozen) if layout.zero > 2 else (self.parameters,)
 

@@ -125,12 +125,12 @@ class Code:
     buckets: Buckets
 
     def parameters(self, chunk: int, bucket: int | None = None) -> Parameters:
-        """Return the counts of trained parameters of a chunk, or of one of its buckets, on the
+        """Return the trained parameters of a chunk, or of one of its buckets, on the
         tensor-parallel rank that holds most."""
         return sum((spec.parameters for spec in self._specs(chunk, bucket)), Parameters())
 
     def gathered(self, chunk: int, bucket: int | None = None) -> Parameters:
-        """Return the counts of parameters that ranks gather, likewise."""
+        """Return the parameters that ranks gather, likewise."""
         specs = self._specs(chunk, bucket)
         return sum((each for spec in specs for each in spec.shared(self.layout)), Parameters())
 

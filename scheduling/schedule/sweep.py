@@ -132,7 +132,7 @@ class Sweep:
     def _summed_elements(self, axis: str, parameters: Parameters) -> int:
         """Return the number of gradient elements per rank that a bucket's sum over ``axis`` covers.
 
-        ``parameters``: counts of the bucket.
+        ``parameters``: the bucket's parameters.
         """
         layout, total = self.code.layout, 0
         shares = axis == "replica" or (layout.zero > 1 and axis == "ends")

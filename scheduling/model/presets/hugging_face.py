@@ -90,10 +90,7 @@ def architecture_of(shape: ModelShape) -> Architecture:
         wrong["head_dim"] = (not wide, "it is model.hidden / model.heads")
     elif arch is MIXTRAL:
         wrong["pattern"] = (not every_layer, "without model.head_norm every layer has experts")
-        wrong["normalised"] = (
-            not _normalised(shape),
-            "without model.head_norm gates sum to 1",
-        )
+        wrong["normalised"] = (not _normalised(shape), "without model.head_norm gates sum to 1")
     elif arch is PHI_MOE:
         biases = shape.projection_bias == shape.qkv_bias
         wrong["pattern"] = (not every_layer, "every layer has experts")
@@ -102,8 +99,9 @@ def architecture_of(shape: ModelShape) -> Architecture:
         wrong["projection_bias"] = (not biases, "all of attention's matrices have biases, or none has")
     for field, (is_wrong, why) in wrong.items():
         if is_wrong:
-            shown = f"model.{field}={getattr(shape, field)!r} has no equal in `transformers`"
-            raise ValueError(f"{shown}: in {arch.name} {why}")
+            value = getattr(shape, field)
+            shown = str(value).lower() if isinstance(value, bool) else repr(value)
+            raise ValueError(f"model.{field}={shown} has no equal in `transformers`: in {arch.name} {why}")
     return arch
 
 
