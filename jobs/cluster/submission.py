@@ -4,7 +4,6 @@ A job carries the package and a folder with the resolved configuration. Data and
 shipped: relative paths are made absolute here, and must mean the same on all nodes.
 """
 
-import asyncio
 import contextlib
 import logging
 import os
@@ -203,6 +202,7 @@ def stop(name: Name, address: Address = _HERE) -> None:
 
 def _follow(server: "JobServer", job: str) -> None:
     """Print a job's log to its end; exit with the job's code: 0, 1 if it failed, 130 if it was stopped."""
+    import asyncio  # loads slowly
 
     async def show() -> None:
         with _answers():
