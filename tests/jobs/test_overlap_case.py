@@ -116,7 +116,7 @@ def test_settings_are_those_of_a_run_and_oases_repeats_no_collective() -> None:
 def test_neighbours_share_a_host_where_there_are_two_on_each(layout: str) -> None:
     ranks = replace(REPLICAS, layout=layout).config("megatron").layout().ranks
     filled = LAYOUTS[layout].filled
-    hosts = [place.machine for place in Hosts(HOSTS, ("", "")).places(ranks, filled=filled)]
+    hosts = [place.address for place in Hosts(HOSTS, ("", "")).places(ranks, filled=filled)]
     assert len(set(hosts)) == 2
     assert (hosts[0] == hosts[1]) == filled
     assert not filled or hosts == sorted(hosts)
