@@ -63,8 +63,8 @@ class Contender:
     """Simulates this side's step from a profile, in seconds; None for a peer."""
 
     def two_steps(self, steps: range) -> list[StepResult]:
-        """Run two steps and return every rank's result of the second. The first step may leave work under way
-        (gathers of ZeRO 1), which must not end while other sides run."""
+        """Run two steps and return every rank's result of the second. A step may leave work under way for the next
+        step (gathers of ZeRO 1); of the first step's such work the second step bears the cost, as in training."""
         return [self.group.call_all(Rank.train_step, step) for step in steps][-1]
 
 
@@ -99,7 +99,8 @@ def run(
         if peers and bench.serial.train.recompute == "none":  # peers keep all activations
             sides += map(bench.start_peer, LAYOUTS[case.layout].peers)
         results = by_turns({side: side.two_steps for side in sides}, rounds, progress)
-        held = {side: max(side.group.call_all(Rank.activation_bytes, 2 * rounds + 2)) for side in ours}
+        extra = 2 * rounds + 2  # the number of a step after all turns, of which the first is a warm-up
+        held = {side: max(side.group.call_all(Rank.activation_bytes, extra)) for side in ours}
         for side in sides:  # while idle ranks were alive, operators were measured a fifth too slow
             side.group.shutdown()
         after = bench.profile(rounds=15)

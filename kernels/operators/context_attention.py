@@ -209,7 +209,8 @@ class Attended(Saved):
     o_bsnd: Tensor
     lse_bns: Tensor
     ordered_kv: Tensor | None = None
-    """R x 2K: keys and values in the order of the sample; None if they arrived in this order."""
+    """R x 2K: keys and values in the order of the sample. None if the input had that order, and in a ring,
+    where each step reads its own input again."""
 
     def tensors(self) -> list[Tensor]:
         held = [self.o_bsnd, self.lse_bns]
@@ -294,7 +295,8 @@ class RingAttention(_ContextAttention):
         merged = self._attend(so_far or Merged(q), q, kv_T2K, (documents or self.order).ring[self._step])
         if not self._last:
             return (merged,)
-        # The merged result is freed now; one step's tensors are passed on, several steps' are copied.
+        # After the last of several steps the executor frees the memory of `merged`, an input of this operator, so
+        # the results are copies. The only step of a ring of one rank made `merged` itself, and passes it on.
         o = merged.o_bsnd.to(q.dtype, copy=self._step > 0)
         lse = merged.lse_bns.clone() if self._step else merged.lse_bns
         return o.view(q_TQ.shape), Attended(o, lse)
