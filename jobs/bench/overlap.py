@@ -63,8 +63,8 @@ class Contender:
     """Simulates this side's step from a profile, in seconds; None for a peer."""
 
     def two_steps(self, steps: range) -> list[StepResult]:
-        """Run two steps and return every rank's result of the second. A step may leave work under way for the next
-        step (gathers of ZeRO 1); of the first step's such work the second step bears the cost, as in training."""
+        """Run two steps and return every rank's result of the second. A step may leave work under way for the
+        next step (gathers of ZeRO 1): the second step bears the cost of the first step's, as in training."""
         return [self.group.call_all(Rank.train_step, step) for step in steps][-1]
 
 

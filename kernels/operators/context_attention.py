@@ -295,8 +295,8 @@ class RingAttention(_ContextAttention):
         merged = self._attend(so_far or Merged(q), q, kv_T2K, (documents or self.order).ring[self._step])
         if not self._last:
             return (merged,)
-        # After the last of several steps the executor frees the memory of `merged`, an input of this operator, so
-        # the results are copies. The only step of a ring of one rank made `merged` itself, and passes it on.
+        # After the last of several steps the executor frees the memory of its input `merged`, so
+        # results are copies. The only step of a ring of one rank made `merged` itself, and passes it on.
         o = merged.o_bsnd.to(q.dtype, copy=self._step > 0)
         lse = merged.lse_bns.clone() if self._step else merged.lse_bns
         return o.view(q_TQ.shape), Attended(o, lse)
