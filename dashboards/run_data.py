@@ -162,7 +162,8 @@ class RunData:
         return [step + 1 for step in sorted(whole or set().union(*steps))]
 
     def state(self) -> dict[str, Any]:
-        """Return everything that does not change from step to step."""
+        """Return what the page shows of a whole run: configuration, layout, plan and report, and the steps
+        with spans."""
         return {**self._described.content, "traced": self._traced()}
 
     def metrics(self, after: int, epoch: int) -> dict[str, Any]:

@@ -203,7 +203,8 @@ class InBackground(Tracker):
         self._raise()
 
     def close(self) -> None:
-        """Wait until all is told, but not long; raise the first error, or `TimeoutError`."""
+        """Wait up to `_CLOSE_SECONDS` until the tracker has all numbers; raise its first error, or
+        `TimeoutError`."""
         with contextlib.suppress(queue.Full):
             self._calls.put_nowait(None)
         self._thread.join(_CLOSE_SECONDS)

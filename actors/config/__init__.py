@@ -141,7 +141,7 @@ class Config(Section):
 
     @property
     def recompute(self) -> str:
-        """The value of ``train.recompute``; none until it is chosen."""
+        """The value of ``train.recompute``, or "none" if it is "auto" and the planner has not chosen yet."""
         return "none" if self.train.recompute == AUTO else self.train.recompute
 
     def workload(self) -> Workload:

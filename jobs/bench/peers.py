@@ -72,7 +72,8 @@ class PeerPlan:
 
 
 class Peer:
-    """One rank of a peer. The default process group must exist; the caller sets the number of threads."""
+    """One rank that trains the bench's model with public PyTorch (DDP, FSDP, DTensor, its pipelines) alone.
+    The default process group must exist; the caller sets the number of threads."""
 
     def __init__(self, plan: PeerPlan, rank: int, ranks: int) -> None:
         """Build this rank's part of the model, with values drawn from ``train.seed``."""

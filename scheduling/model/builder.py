@@ -222,8 +222,8 @@ class LayerBuilder(ParallelBuilder):
     # -- the model's ends ----------------------------------------------------------------------------------
 
     def embedding(self, name: str, tokens: str) -> str:
-        """Write the look-up of tokens in this rank's rows of the embedding table; `scatter` sums the
-        results."""
+        """Add an operator that looks up ``tokens`` (name of a value) in this rank's rows of the embedding
+        table, and return the name of its result, which `scatter` sums over ``tp``."""
         y = self._value(f"{name}.out", Dims(self.dims(tokens).tokens, self.shape.hidden))
         op = self._emit(name, Kind.EMBEDDING, (tokens,), (y,))
         rows = self.sizes.vocabulary_rows

@@ -312,7 +312,8 @@ class ParallelBuilder(GraphBuilder):
         return Routed(gates, choice, *extent_names)
 
     def permute(self, name: str, x: str, choice: str) -> str:
-        """Write the copy of tokens' rows into the order of their experts, one row for each chosen expert.
+        """Add an operator that copies the rows of ``x`` into the order of their experts, one row for each
+        expert that ``choice`` names; return the name of its result.
 
         The size assumes balanced routing, in which a rank works on as many rows as it sends: ``top_k`` times
         its tokens. With a capacity every expert takes a fixed number of rows from each rank; more rows are

@@ -130,7 +130,8 @@ class Code:
         return sum((spec.parameters for spec in self._specs(chunk, bucket)), Parameters())
 
     def gathered(self, chunk: int, bucket: int | None = None) -> Parameters:
-        """Return the parameters that ranks gather, likewise."""
+        """Return the parameters of a chunk, or of one of its buckets, that ranks gather before they use them
+        (ZeRO)."""
         specs = self._specs(chunk, bucket)
         return sum((each for spec in specs for each in spec.shared(self.layout)), Parameters())
 

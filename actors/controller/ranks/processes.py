@@ -166,7 +166,8 @@ class ProcessGroup(WorkerGroup):
         spans: SpanFiles | None = None,
         guests: "Mapping[int, Guest] | None" = None,
     ) -> None:
-        """``spans``: files into which the ranks' spans are written; None if ranks stream none."""
+        """``serve``: what a new process runs. ``spans``: files for the ranks' spans; None if ranks stream
+        none. ``guests``: processes of torchrun by rank, if there are any."""
         gpus = gpus_here(os.environ) > 0 and config.cluster.device != "cpu"
         super().__init__(len(places), config.failure, config.cluster, on_gpus=gpus)
         self.addresses = [place.address for place in places]

@@ -185,7 +185,8 @@ class Saver:
                 yield from self._told(save, path)
 
     def finish(self) -> Told:
-        """Wait until no save is under way; copies to the mirror may still be."""
+        """Wait until no save is under way and yield what becomes of the last save; copies to the mirror may
+        still be under way."""
         while self._save is not None:
             yield from self.look(wait=True)
 
