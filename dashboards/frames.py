@@ -68,8 +68,9 @@ class Run:
         names = [name for name in steps.columns if name.startswith("validation")]
         return steps[names].dropna(how="all")
 
-    def spans(self, step: int) -> "DataFrame":
-        """Return one row per span of a step on all ranks. Raise `ValueError` for a step without spans."""
+    def spans(self, step: int | None = None) -> "DataFrame":
+        """Return one row per span of a step on all ranks; by default of the newest step with spans. Raise
+        `ValueError` for a step without spans."""
         traces = self._traces()
         batches = traces.step(self._with_spans(traces, step))
         begin = begin_of(batches)
@@ -93,7 +94,7 @@ class Run:
     def timeline(self, step: int | None = None) -> str:
         """Return a picture (SVG) of what all ranks did in a step; by default the newest step with spans."""
         traces = self._traces()
-        chosen = traces.newest if step is None else self._with_spans(traces, step)
+        chosen = self._with_spans(traces, step)
         return timeline_svg({f"step {chosen + 1}": (traces, chosen)})
 
     def incidents(self) -> "DataFrame":
@@ -126,8 +127,11 @@ class Run:
         _ = traces.newest  # raises an error if there are none
         return traces
 
-    def _with_spans(self, traces: TraceFolder, step: int) -> int:
-        """Return the step counted from 0; raise `ValueError` if it has no spans."""
+    def _with_spans(self, traces: TraceFolder, step: int | None) -> int:
+        """Return a step (by default the newest one with spans) counted from 0; raise `ValueError` if
+        it has no spans."""
+        if step is None:
+            return traces.newest
         if not isinstance(step, int) or step - 1 not in traces.steps:
             kept = f"spans are kept of steps {traces.steps[0] + 1} to {traces.newest + 1}"
             raise ValueError(f"step={step!r} of {self.directory} has no spans; {kept}")
