@@ -223,6 +223,19 @@ def test_ranks_send_over_connections_and_strange_content_ends_one(tmp_path: Path
         stranger.send_bytes(b"more")
 
 
+def test_spans_that_wait_to_be_read_are_written_when_the_files_close(tmp_path: Path) -> None:
+    """A short run sends all its spans at its end."""
+    files = SpanFiles(tmp_path / "trace", 1 << 20)
+    for rank in range(20):
+        theirs, ours = Pipe(duplex=False)
+        sink = ConnectionSink(ours)
+        sink.send(batch_of(0, 5, sequence=rank))
+        sink.close(1.0)
+        files.receive(theirs)
+    files.close()
+    assert files.counts().written == 20 * 5
+
+
 def test_the_newest_files_are_kept_whatever_their_number(tmp_path: Path) -> None:
     for number in range(9996, 10000):
         (tmp_path / f"rank-00000.{number}.arrows").touch()

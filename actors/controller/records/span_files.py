@@ -67,13 +67,16 @@ class SpanFiles:
         batches. An empty message ends a stream."""
 
         def read() -> None:
-            with connection, contextlib.suppress(EOFError, OSError, ValueError):
-                while True:
+            with contextlib.suppress(EOFError, OSError, ValueError):
+                while connection.poll(None):
+                    self._streams[connection] = True
                     data = connection.recv_bytes()
-                    self._streams[connection] = bool(data)
                     self.take(data)
-            self._streams.pop(connection, None)
+                    self._streams[connection] = bool(data)
+            self._streams.pop(connection)
+            connection.close()
 
+        self._streams[connection] = False
         threading.Thread(target=read, name="spans", daemon=True).start()
 
     def take(self, data: bytes) -> int:
@@ -90,13 +93,18 @@ class SpanFiles:
         return self._counts
 
     def close(self) -> None:
-        """Close the files, after the last spans of streams that have begun."""
+        """Close the files, after the last spans of streams that have begun or wait to be read."""
         deadline = time.monotonic() + _LAST_SECONDS
-        while any([*self._streams.values()]) and time.monotonic() < deadline:
+        while any(map(self._has_more, [*self._streams])) and time.monotonic() < deadline:
             time.sleep(0.01)
         with self._lock:
             for rank in self._ranks.values():
                 rank.close()
+
+    def _has_more(self, connection: Connection) -> bool:
+        with contextlib.suppress(OSError):  # its reader may have closed it just now
+            return self._streams.get(connection, False) or connection.poll()
+        return False
 
     def _write(self, batch: Batch, data: bytes) -> None:
         rank, counts = self._ranks[batch.rank], self._counts
