@@ -67,7 +67,7 @@ def republish(checkpoint: Path, **changes: Any) -> None:
     """Give a checkpoint that was tampered with a manifest that agrees, as a forger would."""
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     (checkpoint / "manifest.json").unlink()
-    facts = {key: manifest[key] for key in ("step", "layout", "data", "shape")} | changes
+    facts = {key: manifest[key] for key in ("step", "layout", "data", "shape", "run")} | changes
     aside = checkpoint.rename(checkpoint.parent / f"step-{facts['step']}.tmp-0")
     CheckpointStore(checkpoint.parent).publish(aside, digests(aside), **facts)
     verify(checkpoint)

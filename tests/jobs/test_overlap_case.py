@@ -92,7 +92,7 @@ def test_alpha_is_the_share_of_the_gradients(monkeypatch: pytest.MonkeyPatch) ->
         ("--schedules megatron,eager", "configuration: overlap.schedule='eager': is gone; use schedule"),
         ("--schedules megatron,bread", "configuration: overlap.schedule='bread': is not known; did you"),
         ("--alpha 0.3 --link-mbit 100", "--link-mbit and --alpha exclude each other"),
-        ("--set model.hiden=3", "configuration: unknown key 'model.hiden'; did you mean"),
+        ("--set model.hiden=3", "--set 'model.hiden=3': unknown key 'model.hiden'; did you mean"),
         ("--set train.recompute=auto", "--set: give train.recompute and parallel.tensor_degrees, not auto"),
         ("--route-evenly --layout cp2", "--route-evenly needs a layout with experts, such as --layout ep2"),
         ("--inside-mbit 100 --layout cp2", "--inside-mbit needs a layout with several ranks on a"),

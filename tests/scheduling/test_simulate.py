@@ -92,18 +92,18 @@ def test_sums_gathers_and_the_update_have_their_price(
         price, copied = prices.of(operation), 0.0
         match operation.what:
             case Reduce(None, axis):
-                expected = profile.transfer_ns(axis, Kind.ALL_REDUCE, NORM_BYTES)
+                expected = profile.transfer(axis, Kind.ALL_REDUCE).ns(NORM_BYTES)
             case Reduce(int() as chunk, axis, bucket):
                 held = code.parameters(chunk, bucket)
                 counts = {"tp": held.whole, "dp": held.dense, "edp": held.experts, "ends": table}
                 kind = Kind.REDUCE_SCATTER if zero and axis in ("dp", "edp") else Kind.ALL_REDUCE
                 along, count = "pp" if axis == "ends" else axis, counts[axis]
-                expected = profile.transfer_ns(along, kind, count * sent) if count else 0.0
+                expected = profile.transfer(along, kind).ns(count * sent) if count else 0.0
                 copied = 6 / 2 * count * profile.copy_ns_per_byte if reduce_dtype else 0.0
             case Gather(chunk, axis, bucket):
                 held = code.parameters(chunk, bucket)
                 count = {"dp": held.dense, "edp": held.experts}[axis]
-                expected = profile.transfer_ns(axis, Kind.ALL_GATHER, count * 2)
+                expected = profile.transfer(axis, Kind.ALL_GATHER).ns(count * 2)
             case Norm():
                 expected = profile.norm_ns_per_parameter * most
             case Step():

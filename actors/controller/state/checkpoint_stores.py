@@ -202,10 +202,14 @@ def _checked(path: Path, verify: Verify | None) -> Manifest:
 def begun_mark(config: Config) -> str:
     """Return the mark of the run that a configuration names, wherever it is stored; empty if it is nowhere.
 
-    The run's directory holds the mark; if it is lost, the mirror is asked. Raise
+    The run's directory and its checkpoints hold the mark; if they are lost, the mirror is asked. Raise
     `MirrorError` if it does not answer: a run must not begin anew because nobody could be asked.
     """
     if (identity := read_identity(config.run_directory)) is not None:
         return identity.mark
+    store = CheckpointStore(config.run_directory / "checkpoints")
+    for step in reversed(store.steps()):
+        if mark := store.run_of(step):
+            return mark
     url = config.checkpoint.mirror
     return mark_at(url, config.name) if url is not None else ""
