@@ -141,6 +141,9 @@ def test_a_run_on_ray_survives_its_ranks_and_its_controller(tmp_path: Path) -> N
     alone = braid(tmp_path, "train", "run.yaml", "--launcher", "processes", *same)
     assert alone.code == 0, alone.errors
     assert "measuring layout" not in alone.output
+    schedules = [(tmp_path / "runs" / name / "schedule.txt").read_text() for name in ("run", "same")]
+    assert schedules[0] == schedules[1]
+    assert "measuring layout" not in alone.output
     theirs = read_lines(tmp_path / "runs" / "same" / "metrics.jsonl")
     assert [line["loss"] for line in theirs] == [line["loss"] for line in lines[:30]]
 
