@@ -81,46 +81,30 @@ def nothing_left(folder: Path) -> None:
     assert not processes_mentioning(str(folder), patience=5)
 
 
-def test_torchrun_trains_as_plain_processes_do(config: Path, tmp_path: Path) -> None:
-    """To the bit, with the spans of all ranks; no key says that there is torchrun."""
-    alone = braid(tmp_path, "train", str(config), "--set", "name=alone")
-    assert alone.code == 0, alone.errors
+def test_torchrun_measures_and_trains_as_plain_processes_do(config: Path, tmp_path: Path) -> None:
+    """To the bit, with the spans of all ranks; no key says that there is torchrun. A profile and the run take
+    the same processes, one group of ranks after the other."""
     config.write_text(config.read_text().replace("  launcher: processes\n", ""))
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    ended = subprocess.run(
-        [sys.executable, *torchrun, *TRAIN, str(config)],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
+    command = [sys.executable, *torchrun, *TRAIN, str(config), "--set", "overlap.schedule=auto"]
+    options: dict[str, Any] = {"env": environment(), "capture_output": True, "text": True, "timeout": 180}
+    ended = subprocess.run(command, cwd=tmp_path, **options)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("ranks   2 (tp 2); steps 1 to 4") == 1
+    run = tmp_path / "runs" / "run"
+    assert (run / "profile.json").exists()
+    assert len(list((run / "trace").glob("rank-0000[01].*"))) == 2
+    nothing_left(tmp_path)
+    same = ("--launcher", "processes", "--set", "name=alone", "--plan", str(run / "plan.yaml"))
+    alone = braid(tmp_path, "train", str(config), *same)
+    assert alone.code == 0, alone.errors
     assert losses_of(tmp_path, "run") == losses_of(tmp_path, "alone")
-    assert len(list((tmp_path / "runs" / "run" / "trace").glob("rank-0000[01].*"))) == 2
-    nothing_left(tmp_path)
-
-
-@pytest.mark.thorough
-def test_a_profile_and_the_run_take_the_same_processes(
-    config: Path, tmp_path: Path, started: list[Joined]
-) -> None:
-    """One group of ranks after the other."""
-    started.append(Joined(tmp_path, 2, str(config), "--set", "overlap.schedule=auto"))
-    assert [code for code, *_ in started[0].ended()] == [0, 0]
-    assert (tmp_path / "runs" / "run" / "profile.json").exists()
-    nothing_left(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (
-            "",
-            "the layout has 2 ranks (parallel.dp=1, parallel.tp=2|torchrun has started 3 processes; start 2",
-        ),
+        ("", "the layout has 2 ranks (parallel.dp=1, parallel.tp=2|has started 3 processes; start 2"),
         ("--oops", "No such option: --oops"),
     ],
 )
@@ -147,12 +131,8 @@ def test_a_run_is_refused_by_one_process(
 def test_what_torchrun_cannot_do_is_refused(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, call: str, says: str
 ) -> None:
-    for name, value in {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "1",
-    }.items():
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(config.parent)
     refused(called(capsys, "train", config, *call.split()), *says.split("|"))
