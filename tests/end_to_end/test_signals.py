@@ -84,10 +84,9 @@ def test_a_second_signal_ends_a_run_at_once_and_says_what_is_left(folder: Path) 
     assert not left_running(command.pid)
 
 
-@pytest.mark.parametrize("launcher", ["processes", pytest.param("ray", marks=pytest.mark.thorough)])
-def test_a_run_whose_reader_has_seen_enough_goes_on(folder: Path, launcher: str) -> None:
+def test_a_run_whose_reader_has_seen_enough_goes_on(folder: Path) -> None:
     """`| head -3`."""
-    shell = f"{sys.executable} -m braid train run.yaml --set train.steps=6 --launcher {launcher} | head -2"
+    shell = f"{sys.executable} -m braid train run.yaml --set train.steps=6 | head -2"
     script = f"{shell}; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", script], cwd=folder, capture_output=True, timeout=180, **ALONE)
     assert done.returncode == 0, done.stderr

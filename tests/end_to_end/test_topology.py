@@ -62,21 +62,15 @@ def test_neighbours_and_ends_of_a_pipeline(tmp_path: Path, data: Path) -> None:
     assert {("ends", Stream.INTRA), ("F", Stream.INTER), ("B", Stream.INTER)} <= found
 
 
-@pytest.mark.parametrize(
-    ("across", "exchange"), [({"cp": 2}, "kv_gather"), ({"dp": 2, "ep": 2}, "dispatch")], ids=str
-)
-def test_a_profile_knows_what_every_axis_goes_over_and_both_links_at_once(
-    tmp_path: Path, across: dict[str, int], exchange: str
-) -> None:
-    """tp inside each of two nodes, cp or ep between them."""
-    model = {"family": "moe", "experts": 4, "top_k": 2} if "ep" in across else {}
-    config = small_config(tmp_path, model=model, parallel={"tp": 2, **across})
+def test_a_profile_knows_what_every_axis_goes_over_and_both_links_at_once(tmp_path: Path) -> None:
+    """tp inside each of two nodes, ep between them."""
+    model = {"family": "moe", "experts": 4, "top_k": 2}
+    config = small_config(tmp_path, model=model, parallel={"tp": 2, "dp": 2, "ep": 2})
     shape = config.check(BYTES_VOCABULARY)
     profile = find_or_measure(config, shape, ProcessLauncher(config, places("a", "a", "b", "b"))).profile
-    (axis,) = across.keys() - {"dp"}
-    assert (profile.streams["tp"], profile.streams[axis]) == (Stream.INTRA, Stream.INTER)
+    assert (profile.streams["tp"], profile.streams["ep"]) == (Stream.INTRA, Stream.INTER)
     layer = model_graphs(config, shape, profile.streams)["layer"].forward
-    local, cross = layer.named("attention_gather"), layer.named(exchange)
+    local, cross = layer.named("attention_gather"), layer.named("dispatch")
     assert (local.stream, cross.stream) == (Stream.INTRA, Stream.INTER)
     pairs = {"inter<intra", "intra<inter", f"{local.key}<inter", f"{cross.key}<intra"}
     assert pairs <= profile.slowdowns.keys()
