@@ -12,7 +12,9 @@ import braid
 from braid.actors.config import ConfigError
 from braid.actors.controller.ranks.group import NoRoomError
 from braid.jobs.cluster.session import WORKERS, environment, own_token, session_folder
-from tests.end_to_end.command import BASE, losses_of, write_corpus
+from tests.end_to_end.command import BASE, losses_of
+from tests.end_to_end.test_python import content as mapping
+from tests.end_to_end.test_python import examples
 from tests.waiting import alive, within
 
 ray = pytest.importorskip("ray")
@@ -38,10 +40,8 @@ def cluster() -> Iterator[None]:
 
 
 def content(folder: Path, **more: Any) -> dict[str, Any]:
-    """A run of four steps with two ranks, as a mapping."""
-    data = {"files": [str(write_corpus(folder))], "validation_fraction": 0.1}
-    ranks = {"parallel": {"tp": 2}, "cluster": {"cpus_per_rank": 0.5}, "telemetry": {"page": False}}
-    return {**BASE, **ranks, "runs": str(folder / "runs"), "data": data, **more}
+    """A run of four steps with two ranks on the cluster, as a mapping."""
+    return {**mapping(folder), "cluster": {"cpus_per_rank": 0.5}, **more}
 
 
 def many_steps(folder: Path) -> dict[str, Any]:
@@ -104,18 +104,8 @@ def test_in_a_task(tmp_path: Path) -> None:
 
     assert ray.get(task.remote(content(tmp_path))) == losses_of(tmp_path, "run")[-1]
     check_nothing_left(tmp_path / "runs" / "run")
-    alone = {**content(tmp_path), "name": "alone", "cluster": {"launcher": "processes", "cpus_per_rank": 0.5}}
-    assert braid.train(alone).complete
+    assert braid.train({**mapping(tmp_path), "name": "alone"}).complete
     assert losses_of(tmp_path, "run") == losses_of(tmp_path, "alone"), "to the last bit"
-
-
-def examples() -> list[str]:
-    """Python blocks of the page that start a run on Ray, with what they need."""
-    from tests.end_to_end.test_python import examples as all_of_them
-
-    blocks = all_of_them()
-    setting = blocks[0].split("if __name__")[0]
-    return [setting, *(block for block in blocks if "import ray" in block)]
 
 
 @pytest.mark.parametrize(
@@ -125,8 +115,9 @@ def test_the_example_of_ray_tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """Also if Ray Tune stops its trials after their first report."""
     pytest.importorskip("ray.tune")
     monkeypatch.chdir(tmp_path)
-    setting, example = examples()
-    assert "ray.init()" in example
+    blocks = examples()
+    setting = blocks[0].split("if __name__")[0]
+    (example,) = (block for block in blocks if "ray.init()" in block)
     code = example.replace("ray.init()", "pass  # this process has joined a cluster")
     early = "stop={'training_iteration': 1}, " if stops else ""
     own = f"run_config=tune.RunConfig({early}storage_path={str(tmp_path / 'tune')!r}),"
