@@ -45,7 +45,6 @@ def environment() -> dict[str, str]:
 
 
 def start(folder: Path, *arguments: str) -> Command:
-    """Start ``braid ARGUMENTS`` in a folder."""
     return Command(arguments, folder, environment())
 
 

@@ -114,8 +114,6 @@ MIXTURES = [kind for kind, model in OURS.items() if "experts" in model]
 
 
 class Exchange:
-    """Directories and runs of this module, each made once."""
-
     def __init__(self, path: Path, seed: int) -> None:
         self._path, self._seed = path, seed
         self.data = prepare_text(path, seed)

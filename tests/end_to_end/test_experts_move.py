@@ -46,8 +46,6 @@ def check(records: Sequence[StepRecord], run: Run, fixed: Run, error: float = 1e
 
 
 class Changing(ProcessLauncher):
-    """Machines that come and go."""
-
     room, leaving = 4, False
 
     def capacity(self, group: WorkerGroup | None, avoid: Sequence[str] = ()) -> tuple[int, bool]:

@@ -86,8 +86,6 @@ CASES += [("mixtral", "ep 2, ZeRO 3"), ("qwen3", "tp 2"), ("qwen2", "pp 2")]
 
 
 class Adapters:
-    """Models and runs of this module, each made once."""
-
     def __init__(self, path: Path, seed: int) -> None:
         self.path, self.seed = path, seed
         self.data = prepare_text(path, seed)

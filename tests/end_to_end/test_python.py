@@ -67,7 +67,6 @@ class Heard:
 
 
 def ranks_of(run: Path) -> list[int]:
-    """Process ids of a run's ranks."""
     return list(json.loads((run / "cluster.json").read_text())["processes"])
 
 
@@ -212,7 +211,6 @@ def under_way() -> Looks:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, under_way: Looks) -> braid.Run:
-    """A run of four steps, two of them validated."""
     folder = tmp_path_factory.mktemp("frames")
     config = content(folder, train={"validate_every": 2}, telemetry={"page": True})
     return braid.load_run(braid.train(config, callbacks=[under_way]).directory)
@@ -303,7 +301,6 @@ def test_wrong_questions_about_a_run(run: braid.Run, tmp_path: Path) -> None:
 
 
 def examples() -> list[str]:
-    """Python blocks of the page, in order."""
     text = PAGE.read_text(encoding="utf-8")
     return re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
 

@@ -71,7 +71,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def content(schedule: str, parallel: Mapping[str, Any], **more: Mapping[str, Any]) -> dict[str, Any]:
-    """Sections of a run's configuration."""
     schedule, _, pipeline = schedule.partition(":")
     train = {"dtype": "fp64", "seed": SEED, "steps": STEPS, "validation_samples": 7, **more.get("train", {})}
     overlap = {"schedule": schedule, "pipeline": pipeline or None}
@@ -80,7 +79,6 @@ def content(schedule: str, parallel: Mapping[str, Any], **more: Mapping[str, Any
 
 
 def both(folder: Path, data: Path, sections: Mapping[str, Mapping[str, Any]]) -> tuple[Run, PlainRun]:
-    """A run, and the same by plain PyTorch."""
     overlap = planned(folder / "plans", sections)
     run = run_layout(folder / "run", data, **{**sections, "overlap": overlap})
     return run, run_plain(run.config, data, RegularisedTrainer if run.config.train.dropout else PlainTrainer)

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.slow
 
 
 def run(config: Any, data: Path, launcher: Any) -> tuple[list[Event], TraceFolder]:
-    """A run's events and its spans."""
     events = trained(run_plan(config, data), launcher=launcher).events
     return list(events), read_folder(config.run_directory)
 

@@ -59,7 +59,6 @@ class Joined:
         ]
 
     def ended(self) -> list[tuple[int, str, str]]:
-        """Exit code, output and errors of every process."""
         told = [process.communicate(timeout=120) for process in self.processes]
         return [(process.returncode, *texts) for process, texts in zip(self.processes, told, strict=True)]
 

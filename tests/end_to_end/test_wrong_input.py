@@ -17,7 +17,6 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """With a corpus and a configuration."""
     write_corpus(tmp_path)
     write_config(tmp_path)
     return tmp_path

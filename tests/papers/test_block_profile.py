@@ -29,7 +29,6 @@ PUBLIC = Path(__file__).parents[3] / "shared/data/rtx3090_tmp_profile.csv"
 
 @cache
 def public_profile() -> BlockProfile:
-    """The public RTX 3090 profile, where somebody put it beside the checkout."""
     if not PUBLIC.exists():
         pytest.skip(f"the public RTX 3090 profile is not at {PUBLIC} and not the project's to ship")
     return read_block_profile(PUBLIC)
@@ -53,7 +52,6 @@ def test_a_profile_is_read_and_its_collectives_fitted(tmp_path: Path, latency: f
 
 
 def real_problem(*sizes: int, degrees: Sequence[int] | None = None) -> DegreeProblem:
-    """A problem on the public profile."""
     names = ("hidden", "layers", "devices", "global_batch", "memory_limit_bytes")
     return problem_from_profile(public_profile(), **dict(zip(names, sizes, strict=True)), degrees=degrees)
 
