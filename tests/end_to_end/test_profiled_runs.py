@@ -17,12 +17,13 @@ def test_train_profiles_once_chooses_and_reports(tmp_path: Path) -> None:
     cluster = {"launcher": "processes", "cpus_per_rank": 0.25}
     sections = {"model": MODEL, "cluster": cluster, "parallel": {"tp": 2}, "overlap": {"schedule": "auto"}}
     write_config(tmp_path, **sections)
-    first = braid(tmp_path, "train", "run.yaml")
+    first = braid(tmp_path, "train", "run.yaml", "--report", "report.json")
     assert first.code == 0, first.errors
     assert "measuring operators" in first.output
     assert "simulated with the measured profile" in first.output
     run = tmp_path / "runs" / "run"
     report = json.loads((run / "report.json").read_text())
+    assert json.loads((tmp_path / "report.json").read_text()) == report
     overlap = report["overlap"]
     line = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     seconds = ("slowdown_seconds", "launch_gap_seconds", "bubble_seconds", "waiting_seconds")
