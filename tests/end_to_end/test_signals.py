@@ -17,10 +17,10 @@ from tests.end_to_end.command import (
     left_running,
     processes_mentioning,
     start,
+    steps_done,
     write_config,
     write_corpus,
 )
-from tests.waiting import within
 
 pytestmark = pytest.mark.slow
 
@@ -32,12 +32,6 @@ def folder(tmp_path: Path) -> Path:
     write_corpus(tmp_path)
     write_config(tmp_path, train={"steps": 100_000}, parallel={"tp": 2}, cluster={"cpus_per_rank": 0.5})
     return tmp_path
-
-
-def steps_done(folder: Path, least: int) -> None:
-    """Wait until so many steps are on record."""
-    metrics = folder / "runs" / "run" / "metrics.jsonl"
-    assert within(120, lambda: len(read_lines(metrics)) >= least), "no steps are done"
 
 
 def checkpoints(folder: Path) -> list[str]:

@@ -16,12 +16,12 @@ import pytest
 
 from braid.actors.config.joined import JoinedProcess
 from braid.actors.controller.ranks.rendezvous import KINDS, Door, Plate
-from braid.actors.controller.records.json_lines import read_lines
 from tests.end_to_end.command import (
     braid,
     environment,
     losses_of,
     processes_mentioning,
+    steps_done,
     write_config,
     write_corpus,
 )
@@ -141,14 +141,13 @@ def test_what_torchrun_cannot_do_is_refused(
 def test_signals_stop_a_run_with_a_checkpoint(config: Path, tmp_path: Path, started: list[Joined]) -> None:
     """To all processes at once, as torchrun, Slurm and a terminal send them."""
     started.append(Joined(tmp_path, 2, str(config), "--set", "train.steps=100000"))
-    metrics = tmp_path / "runs" / "run" / "metrics.jsonl"
-    assert within(120, lambda: len(read_lines(metrics)) >= 2)
+    steps_done(tmp_path, 2)
     for process in started[0].processes:
         os.killpg(process.pid, signal.SIGTERM)
     ended = started[0].ended()
     assert [code for code, *_ in ended] == [130, 130], ended
     (saved,) = (tmp_path / "runs" / "run" / "checkpoints").glob("step-*")
-    assert saved.name == f"step-{len(read_lines(metrics))}"
+    assert saved.name == f"step-{len(losses_of(tmp_path, 'run'))}"
     nothing_left(tmp_path)
 
 
@@ -159,8 +158,7 @@ def test_a_lost_process_ends_all(
     """The copy of its state that its partner holds is saved before."""
     more = ["--set", "checkpoint.copies_every=1", "--set", "failure.silence_s=3"]
     started.append(Joined(tmp_path, 2, str(config), "--set", "train.steps=100000", *more))
-    metrics = tmp_path / "runs" / "run" / "metrics.jsonl"
-    assert within(120, lambda: len(read_lines(metrics)) >= 2)
+    steps_done(tmp_path, 2)
     begin = time.monotonic()
     started[0].processes[1].send_signal(number)
     started[0].processes[0].wait(60)
@@ -175,7 +173,7 @@ def test_a_lost_process_ends_all(
 
 def test_the_end_of_the_command_ends_all(config: Path, tmp_path: Path, started: list[Joined]) -> None:
     started.append(Joined(tmp_path, 2, str(config), "--set", "train.steps=100000"))
-    assert within(120, lambda: len(read_lines(tmp_path / "runs" / "run" / "metrics.jsonl")) >= 1)
+    steps_done(tmp_path, 1)
     started[0].processes[0].kill()
     assert [code for code, *_ in started[0].ended()] == [-signal.SIGKILL, 1]
     nothing_left(tmp_path)
