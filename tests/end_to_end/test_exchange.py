@@ -210,11 +210,15 @@ def test_training_goes_on_as_in_transformers(exchange: Exchange, kind: str, layo
     assert losses[-1] < losses[0] - 0.1, "nothing was learned: too easy a test"
 
 
-@pytest.mark.parametrize(
-    "kind", [*KINDS][:1] + [pytest.param(k, marks=pytest.mark.slow) for k in [*KINDS][1:]]
-)
+EXPORTED = ("mistral", "llama, linear", "qwen3 moe, sparse, tied", "gpt2, head of its own, narrow")
+
+
+@pytest.mark.parametrize("kind", ["llama", *(pytest.param(k, marks=pytest.mark.slow) for k in EXPORTED)])
 def test_exported_model_gives_the_same_logits(exchange: Exchange, kind: str) -> None:
-    """Trained here from our own initial values; read by `transformers`, in its words and in its float32."""
+    """Trained here from our own initial values; read by `transformers`, in its words and in its float32.
+
+    Of the other kinds losses are the same for weights that come back without the change of a bit.
+    """
     run = exchange.run(kind, "tp 2", None)
     there = opened(exchange.exported(run))
     assert there.dtype == torch.float32
