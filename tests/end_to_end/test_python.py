@@ -76,18 +76,40 @@ def left_of(run: Path) -> list[int]:
     return [process for process in ranks_of(run) if alive(process)]
 
 
-def test_each_callback_hears_what_happens_in_order(tmp_path: Path) -> None:
-    heard, before = Heard(), signal.getsignal(signal.SIGINT)
-    run = content(tmp_path, train={"validate_every": 2})
-    result = braid.train(run, callbacks=[heard, object.__new__(braid.Callback)])
+Trained = tuple[braid.TrainingResult, Heard, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """A run of four steps, two of them validated; what a callback heard, and what it saw in the third."""
+    folder = tmp_path_factory.mktemp("trained")
+    seen: dict[str, Any] = {}
+
+    def look(name: str, argument: Any) -> None:
+        if name == "step 3":
+            now = braid.load_run(folder / "runs" / "run")
+            seen.update(page=now.page, report=now.report, rows=len(now.steps()), html=now._repr_html_())
+
+    heard, before = Heard(look), signal.getsignal(signal.SIGINT)
+    config = content(folder, train={"validate_every": 2}, telemetry={"page": True})
+    result = braid.train(config, callbacks=[heard, object.__new__(braid.Callback)])
     assert signal.getsignal(signal.SIGINT) is before
+    return result, heard, seen
+
+
+@pytest.fixture(scope="module")
+def run(trained: Trained) -> braid.Run:
+    return braid.load_run(trained[0].directory)
+
+
+def test_each_callback_hears_what_happens_in_order(trained: Trained) -> None:
+    result, heard, _ = trained
     steps = ["step 1", "step 2", "validation", "step 3", "step 4", "validation"]
     assert heard.calls == ["start", *steps, "checkpoint 4", "end"]
     assert (result.complete, result.stopped, result.steps) == (True, None, 4)
-    assert result.directory == tmp_path / "runs" / "run"
     report = json.loads((result.directory / "report.json").read_text())
     assert json.loads(json.dumps(result.report)) == report
-    assert result.loss == losses_of(tmp_path, "run")[-1]
+    assert result.loss == losses_of(result.directory.parents[1], "run")[-1]
     assert result.validation_loss == result.report["validation"]["loss"]
     assert left_of(result.directory) == []
 
@@ -191,31 +213,6 @@ def test_two_threads_at_once_with_a_sink_that_fails(tmp_path: Path, monkeypatch:
 # -- frames --------------------------------------------------------------------------------------------------
 
 
-class Looks:
-    """A callback that keeps what there is of a run in its third step."""
-
-    def on_step(self, record: braid.StepRecord) -> None:
-        if record.step == 3:
-            run = braid.load_run(self.directory)
-            self.page, self.report, self.rows = run.page, run.report, len(run.steps())
-            self.html = run._repr_html_()
-
-    def on_start(self, event: braid.Started) -> None:
-        self.directory = event.run_directory
-
-
-@pytest.fixture(scope="module")
-def under_way() -> Looks:
-    return Looks()
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, under_way: Looks) -> braid.Run:
-    folder = tmp_path_factory.mktemp("frames")
-    config = content(folder, train={"validate_every": 2}, telemetry={"page": True})
-    return braid.load_run(braid.train(config, callbacks=[under_way]).directory)
-
-
 def test_frames_hold_what_the_files_hold(run: braid.Run) -> None:
     lines = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
     steps = run.steps()
@@ -257,16 +254,17 @@ def test_the_page_names_every_column(run: braid.Run) -> None:
     assert [name for name in columns if name not in known and name.partition(".")[0] not in known] == []
 
 
-def test_a_run_is_shown_in_a_notebook_also_while_it_is_under_way(run: braid.Run, under_way: Looks) -> None:
+def test_a_run_is_shown_in_a_notebook_also_while_it_is_under_way(run: braid.Run, trained: Trained) -> None:
     shown = run._repr_html_()
     assert "<svg" in shown
     assert "complete" in shown
     assert "<iframe" not in shown
     assert run.timeline(2).startswith("<svg")
-    assert re.fullmatch(r"http://127\.0\.0\.1:\d+/", under_way.page or "")
-    assert (under_way.report, under_way.rows) == (None, 3)
-    assert f'<iframe src="{under_way.page}"' in under_way.html
-    assert "under way" in under_way.html
+    seen = trained[2]
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+/", seen["page"])
+    assert (seen["report"], seen["rows"]) == (None, 3)
+    assert f'<iframe src="{seen["page"]}"' in seen["html"]
+    assert "under way" in seen["html"]
     assert run.page is None
     (run.directory / "page-address").write_text("http://198.51.100.1:80/")
     assert run.page is None
