@@ -38,11 +38,7 @@ def checkpoints(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "runs" / "run" / "checkpoints").glob("step-*"))
 
 
-@pytest.mark.parametrize(
-    "number",
-    [signal.SIGTERM, signal.SIGINT, pytest.param(signal.SIGHUP, marks=pytest.mark.thorough)],
-    ids=lambda one: one.name,
-)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda one: one.name)
 def test_a_signal_to_all_processes_of_a_run_ends_it_with_a_checkpoint(folder: Path, number: int) -> None:
     """Ctrl-C; others with one to the command alone a moment before, as ``timeout`` sends them."""
     options: dict[str, Any] = {**ALONE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
