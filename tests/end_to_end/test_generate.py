@@ -242,26 +242,20 @@ def test_the_best_checkpoint_is_exported_after_a_resume(
 ) -> None:
     """Trained so fast that it gets worse; the best checkpoint is that of the lowest validation of all."""
     (folder / "long.txt").write_text(" ".join(f"{n} sheep sleep" for n in range(2000)))
-    (folder / "best.yaml").write_text(
-        json.dumps(
-            {
-                "name": "best",
-                "data": {"files": ["long.txt"], "validation_fraction": 0.3},
-                "model": {"hidden": 32, "layers": 2, "heads": 4, "sequence": 32},
-                "train": {"steps": 30, "lr": 0.01, "validate_every": 3, "global_batch": 4, "micro_batch": 4},
-                "checkpoint": {"every": 10, "keep": 1, "keep_best": True},
-                "cluster": {"launcher": "processes"},
-                "telemetry": {"page": False, "spans": False},
-            }
-        )
+    write_config(
+        folder,
+        name="best",
+        data={"files": ["long.txt"], "validation_fraction": 0.3},
+        model={"layers": 2},
+        train={"steps": 30, "lr": 0.01, "validate_every": 3, "global_batch": 4, "micro_batch": 4},
+        checkpoint={"every": 10, "keep": 1, "keep_best": True},
+        telemetry={"page": False, "spans": False},
     )
     for more in (["--until", "12"], ["--resume", "--set", "train.lr=3.0"]):
-        done = command("train", "best.yaml", *more)
+        done = command("train", "run.yaml", *more)
         assert done.code == 0, done.errors
-    records = {
-        line["step"]: line.get("validation_loss") for line in read_lines(Path("runs/best/metrics.jsonl"))
-    }
-    losses = {step: loss for step, loss in records.items() if loss is not None}
+    lines = read_lines(Path("runs/best/metrics.jsonl"))
+    losses = {line["step"]: line["validation_loss"] for line in lines if line.get("validation_loss")}
     best = min(losses, key=losses.__getitem__)
     assert best < 30, "the last one is the best: too easy a test"
     rows = json.loads(command("checkpoint", "list", "runs/best", "--json").output)
