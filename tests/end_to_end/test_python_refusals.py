@@ -33,6 +33,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"resume": "if begun"}, r"resume='if begun' must be True, False or 'if-begun'"),
     ({"overwrite": "yes"}, r"overwrite='yes' must be True or False"),
     ({"until": 0}, r"until=0 must be the number of a step"),
+    ({"until": True}, r"until=True must be the number of a step"),
     ({"callbacks": Misspelt()}, r"callbacks=.* must be a list; write callbacks=\[\.\.\.\]"),
     ({"callbacks": [Misspelt()]}, r"callbacks\[0\]: Misspelt.on_stepp .*; did you mean 'on_step'"),
     (
