@@ -14,6 +14,7 @@ import yaml
 from braid.actors.controller.records.json_lines import read_lines
 from tests.end_to_end.forked import Command
 from tests.in_process import Outcome
+from tests.waiting import within
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,7 +46,6 @@ def environment() -> dict[str, str]:
 
 
 def start(folder: Path, *arguments: str) -> Command:
-    """Start ``braid ARGUMENTS`` in a folder."""
     return Command(arguments, folder, environment())
 
 
@@ -84,6 +84,12 @@ def losses_of(folder: Path, name: str) -> list[float]:
     lines = read_lines(folder / "runs" / name / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     return [line["loss"] for line in lines]
+
+
+def steps_done(folder: Path, least: int) -> None:
+    """Wait until so many steps are on record."""
+    metrics = folder / "runs" / "run" / "metrics.jsonl"
+    assert within(120, lambda: len(read_lines(metrics)) >= least), "no steps are done"
 
 
 def left_running(session: int, patience: float = 3.0) -> list[str]:

@@ -61,7 +61,6 @@ class Command:
         self.pid = int(self._replies.readline())
 
     def poll(self) -> int | None:
-        """The exit code; None while it runs."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.wait(0)
         return self.returncode
@@ -96,7 +95,6 @@ class Command:
         return "".join(self._texts[0]), "".join(self._texts[1])
 
     def send_signal(self, number: int) -> None:
-        """To the command alone."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
@@ -185,7 +183,6 @@ def _asked(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def _become(asked: dict[str, Any], files: Sequence[int]) -> NoReturn:
-    """Be the command."""
     code = 1
     try:
         os.setsid()

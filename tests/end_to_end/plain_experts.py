@@ -129,7 +129,6 @@ class ExpertModel(PlainModel):
 
     @property
     def mixtures(self) -> list[ExpertLayer]:
-        """The layers that have experts."""
         return [layer for layer in self.layers.values() if isinstance(layer, ExpertLayer)]
 
     def take_counted(self) -> list[Counted]:

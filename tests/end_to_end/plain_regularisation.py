@@ -61,11 +61,9 @@ class RegularisedTrainer(PlainTrainer):
         return super().step(step, windows)
 
     def dropping(self, function: Callable[..., Tensor], site: str) -> Callable[..., Tensor]:
-        """The function, with dropout of its result."""
         return lambda *inputs: self.dropped(function(*inputs), site)
 
     def dropped(self, x_BSD: Tensor, site: str) -> Tensor:
-        """In training alone."""
         if not torch.is_grad_enabled():
             return x_BSD
         samples, sequence, hidden = x_BSD.shape
@@ -75,7 +73,6 @@ class RegularisedTrainer(PlainTrainer):
         return torch.where(kept, x_BSD / (1 - round(rate * 2**16) / 2**16), 0)
 
     def keep_logits(self, module: Any, inputs: Any, logits: Tensor) -> None:
-        """For the loss."""
         self.logits = logits
 
     def loss_sum(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:

@@ -69,8 +69,6 @@ SMALL: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A finished run."""
-
     config: Config
     shape: ModelShape
     directory: Path
@@ -78,24 +76,20 @@ class Run:
 
     @classmethod
     def of(cls, plan: RunPlan, events: Sequence[Event]) -> "Run":
-        """What became of a plan."""
         folder = plan.config.run_directory
         return cls(config=plan.config, shape=plan.shape, directory=folder, events=tuple(events))
 
     @property
     def records(self) -> list[StepRecord]:
-        """One per step."""
         return [event.record for event in self.events if isinstance(event, StepDone)]
 
     @property
     def report(self) -> dict[str, Any]:
-        """What ``report.json`` holds."""
         (report,) = [event.report for event in self.events if isinstance(event, Finished)]
         return report
 
     @property
     def losses(self) -> list[float]:
-        """Mean loss of every step."""
         return [record.loss for record in self.records]
 
     @property
@@ -175,7 +169,6 @@ class KeptRanks(ProcessLauncher):
 
     @classmethod
     def end(cls) -> None:
-        """End all ranks that are left."""
         while cls._idle:
             cls._idle.popitem()[1].shutdown()
 
@@ -235,7 +228,6 @@ def whole_model(shape: ModelShape, device: str = "meta", **more: Any) -> StageMo
 
 
 def initial_parameters(shape: ModelShape, seed: int) -> dict[str, Tensor]:
-    """Initial values of the whole model, by global name."""
     pieces = [piece for parameter in whole_model(shape).parameters for piece in parameter.slices]
     return {piece.source.name: piece.source.initial(seed) for piece in pieces}
 

@@ -1,4 +1,4 @@
-"""``parallel: auto``: a run measures the layouts there is room for and takes the fastest."""
+"""``parallel: auto``: which layouts a run measures; a run takes the fastest (on Ray): `test_recovery`."""
 
 from pathlib import Path
 
@@ -6,7 +6,6 @@ import pytest
 
 from braid.actors.config import Config, ConfigError, load_config, parse_config
 from braid.jobs.training.layouts import MEASURED, fitting_layouts, layer_search
-from braid.scheduling.plan.plan import read_plan
 from tests.end_to_end.command import braid, losses_of, write_config, write_corpus
 
 pytestmark = pytest.mark.alone
@@ -49,27 +48,6 @@ def test_of_many_layouts_the_most_promising() -> None:
 def test_layers_are_chosen_within_the_memory_that_a_run_has() -> None:
     """Which ones then: `tests.scheduling.test_layer_choices`."""
     assert layer_search(config_of(cluster={"memory_gb": 1.5})).limit_bytes == 1.5e9
-
-
-@pytest.mark.slow
-def test_a_run_takes_the_fastest_and_its_plan_repeats_it(tmp_path: Path) -> None:
-    """On Ray: `test_recovery`."""
-    write_corpus(tmp_path)
-    write_config(tmp_path, train={"steps": 4}, parallel="auto", overlap={"schedule": "auto"})
-    common = ("train", "run.yaml", "--launcher", "processes", "--set", "cluster.cpus_per_rank=1")
-    first = braid(tmp_path, *common, timeout=240)
-    assert first.code == 0, first.errors
-    run = tmp_path / "runs" / "run"
-    plan = read_plan(run / "plan.yaml")
-    measured = [line for line in first.output.splitlines() if "measuring layout" in line]
-    assert len(measured) > 1
-    assert f"({plan.setting.layout.describe()})" in first.output
-    again = braid(tmp_path, *common, "--plan", str(run / "plan.yaml"), "--set", "name=again")
-    assert again.code == 0, again.errors
-    assert "measuring layout" not in again.output
-    other = tmp_path / "runs" / "again"
-    assert (other / "schedule.txt").read_text() == (run / "schedule.txt").read_text()
-    assert losses_of(tmp_path, "run") == losses_of(tmp_path, "again")
 
 
 @pytest.mark.slow

@@ -114,8 +114,6 @@ MIXTURES = [kind for kind, model in OURS.items() if "experts" in model]
 
 
 class Exchange:
-    """Directories and runs of this module, each made once."""
-
     def __init__(self, path: Path, seed: int) -> None:
         self._path, self._seed = path, seed
         self.data = prepare_text(path, seed)
@@ -212,11 +210,15 @@ def test_training_goes_on_as_in_transformers(exchange: Exchange, kind: str, layo
     assert losses[-1] < losses[0] - 0.1, "nothing was learned: too easy a test"
 
 
-@pytest.mark.parametrize(
-    "kind", [*KINDS][:1] + [pytest.param(k, marks=pytest.mark.slow) for k in [*KINDS][1:]]
-)
+EXPORTED = ("mistral", "llama, linear", "qwen3 moe, sparse, tied", "gpt2, head of its own, narrow")
+
+
+@pytest.mark.parametrize("kind", ["llama", *(pytest.param(k, marks=pytest.mark.slow) for k in EXPORTED)])
 def test_exported_model_gives_the_same_logits(exchange: Exchange, kind: str) -> None:
-    """Trained here from our own initial values; read by `transformers`, in its words and in its float32."""
+    """Trained here from our own initial values; read by `transformers`, in its words and in its float32.
+
+    Of the other kinds losses are the same for weights that come back without the change of a bit.
+    """
     run = exchange.run(kind, "tp 2", None)
     there = opened(exchange.exported(run))
     assert there.dtype == torch.float32
@@ -255,7 +257,7 @@ def test_a_capacity_is_of_training(exchange: Exchange, capsys: pytest.CaptureFix
     assert "model.capacity_factor=0.5; the exported model drops none" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", ["llama", "mixtral", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
 def test_many_files(exchange: Exchange, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """No more is read at once than is written into a file, of the tensors of all experts too."""
     load, held = exchanging._load, []
@@ -282,16 +284,15 @@ def test_many_files(exchange: Exchange, monkeypatch: pytest.MonkeyPatch, kind: s
     assert_same_logits(target, stored)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_16_bits(exchange: Exchange, kind: str) -> None:
+def test_16_bits(exchange: Exchange) -> None:
     """Half as many bits in, the same out; and masters keep the bits that 16 cannot hold."""
-    stored = exchange.stored(kind, torch.bfloat16)
-    run = exchange.run(kind, "tp 2", stored, until=1, **FROZEN)
+    stored = exchange.stored("llama", torch.bfloat16)
+    run = exchange.run("llama", "tp 2", stored, until=1, **FROZEN)
     target = exchange.exported(run, "--dtype", "bf16")
     assert_same_bits(tensors_in(target), tensors_in(stored))
     assert opened(target).dtype == torch.bfloat16
-    wide = exchange.run(kind, "tp 2", exchange.stored(kind), until=1, dtype="bf16", **FROZEN)
-    assert_same_bits(tensors_in(exchange.exported(wide)), tensors_in(exchange.stored(kind)))
+    wide = exchange.run("llama", "tp 2", exchange.stored("llama"), until=1, dtype="bf16", **FROZEN)
+    assert_same_bits(tensors_in(exchange.exported(wide)), tensors_in(exchange.stored("llama")))
 
 
 @pytest.mark.slow

@@ -46,8 +46,6 @@ def check(records: Sequence[StepRecord], run: Run, fixed: Run, error: float = 1e
 
 
 class Changing(ProcessLauncher):
-    """Machines that come and go."""
-
     room, leaving = 4, False
 
     def capacity(self, group: WorkerGroup | None, avoid: Sequence[str] = ()) -> tuple[int, bool]:
@@ -134,19 +132,19 @@ def test_a_run_with_experts_follows_its_nodes(
 @pytest.mark.timeout(900)
 def test_checkpoints_of_experts_are_read_by_other_numbers_of_ranks(tmp_path: Path, data: Path) -> None:
     """ep 2, then ep 4 over dp and cp, then one rank that has all, then ep 2 again with states in shares."""
-    own = sections(train={"steps": 20}, checkpoint={"every": 5, "asynchronous": False})
+    own = sections(train={"steps": 8}, checkpoint={"every": 2, "asynchronous": False})
     fixed = run_layout(tmp_path / "fixed", data, **own, parallel={"dp": 2, "ep": 2})
     events: list[Event] = []
     folder = tmp_path / "moving"
     for until, parallel in (
-        (5, {"dp": 2, "ep": 2}),
-        (10, {"dp": 2, "cp": 2, "ep": 4}),
-        (15, {}),
-        (20, {"dp": 2, "ep": 2, "zero": 3}),
+        (2, {"dp": 2, "ep": 2}),
+        (4, {"dp": 2, "cp": 2, "ep": 4}),
+        (6, {}),
+        (8, {"dp": 2, "ep": 2, "zero": 3}),
     ):
         config = small_config(tmp_path / "made", **own, parallel=parallel)
         config = config.model_copy(update={"name": "moved", "runs": folder})
         plan = run_plan(config, data)
-        events += trained(plan, until, resume=until > 5).events
+        events += trained(plan, until, resume=until > 2).events
     run = Run.of(plan, events)
     check(run.records, run, fixed)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from braid.actors.controller.records.json_lines import read_lines
 from braid.jobs.bench.plain_torch import PlainModel, load_named
@@ -18,6 +18,7 @@ from braid.jobs.commands.models import opened, weights_of
 from tests.actors.saved import flip
 from tests.end_to_end.command import write_config
 from tests.end_to_end.runs import Run as Finished
+from tests.end_to_end.test_text import goes_on
 from tests.in_process import Capture, Outcome, called, refused
 from tests.jobs.corpora import train_tokenizer
 
@@ -76,14 +77,13 @@ def said(outcome: Outcome) -> str:
     return outcome.output[:-1]
 
 
-def plain_model(run: Path, step: int | None = None) -> PlainModel:
+def plain_model(run: Path, step: int = 80) -> PlainModel:
     """The model of a checkpoint, in plain PyTorch, from its parameters by name."""
     shape = chosen(run).shape
     assert shape is not None
-    records = read_lines(run / "metrics.jsonl")
     finished = Finished(config=None, shape=shape, directory=run, events=())  # type: ignore[arg-type]
     model = PlainModel(shape, torch.float32)
-    load_named(model, finished.parameters(len(records) if step is None else step))
+    load_named(model, finished.parameters(step))
     return model
 
 
@@ -133,18 +133,15 @@ def test_a_question_in_the_chat_template(folder: Path, command: Command) -> None
     messages = [{"role": "user", "content": "how many sheep?"}]
     made = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert made == "Q: how many sheep? A:"
-    AutoModelForCausalLM.from_pretrained(folder / "exported")
+    assert goes_on(folder / "exported", "one sheep,") == DOCUMENTS[0], "in transformers"
 
 
-def test_draws_follow_their_seed(command: Command) -> None:
+def test_draws_follow_their_seed_and_stop_where_the_sequence_is_full(command: Command) -> None:
     call = ("generate", "runs/run", "--prompt", "sheep", "--temperature", "3", "--max-tokens", "40")
     first, again, other = (said(command(*call, "--seed", seed)) for seed in (1, 1, 2))
     assert first == again != other
     narrow = said(command("generate", "runs/run", "--prompt", "one sheep,", "--top-p", "1e-9"))
     assert narrow == said(command("generate", "runs/run", "--prompt", "one sheep,", "--temperature", "0"))
-
-
-def test_it_stops_where_the_sequence_is_full(command: Command) -> None:
     call = ("generate", "runs/run", "--prompt", "sheep " * 20, "--temperature", "9", "--max-tokens", "500")
     outcome = command(*call, "--seed", SEED)
     said(outcome)
@@ -186,7 +183,7 @@ ROWS: list[dict[str, Any]] = [
 def test_scores_on_a_task_of_ones_own(
     folder: Path, command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As the plain model's own log-likelihoods decide."""
+    """The model knows the documents by heart."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
     write_tasks(folder / "tasks")
     (tmp_path / "git").write_text(f"#!/bin/sh\ntouch {tmp_path}/asked\n")
@@ -197,17 +194,7 @@ def test_scores_on_a_task_of_ones_own(
     assert outcome.code == 0, outcome.errors
     content = json.loads(outcome.output)
     assert json.loads((folder / "scores.json").read_text()) == content
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), plain_model(folder / "runs" / "run")
-
-    def likelihood(begin: str, end: str) -> float:
-        ids = tokenizer(begin + end, add_special_tokens=False).input_ids
-        count = len(tokenizer(begin, add_special_tokens=False).input_ids)
-        logs = plain_logits(model, ids).log_softmax(-1)
-        return sum(float(logs[at - 1, ids[at]]) for at in range(count, len(ids)))
-
-    chosen_ends = [max((0, 1), key=lambda n: likelihood(row["begin"], row["ends"][n])) for row in ROWS]
-    right = sum(end == row["right"] for end, row in zip(chosen_ends, ROWS, strict=True))
-    assert content["results"]["going_on"]["acc,none"] == right / 4 == 0.75
+    assert content["results"]["going_on"]["acc,none"] == 0.75
     assert content["n-samples"]["going_on"]["effective"] == 4
     shown = command(*call, "--limit", "2")
     assert shown.code == 0, shown.errors
@@ -255,26 +242,20 @@ def test_the_best_checkpoint_is_exported_after_a_resume(
 ) -> None:
     """Trained so fast that it gets worse; the best checkpoint is that of the lowest validation of all."""
     (folder / "long.txt").write_text(" ".join(f"{n} sheep sleep" for n in range(2000)))
-    (folder / "best.yaml").write_text(
-        json.dumps(
-            {
-                "name": "best",
-                "data": {"files": ["long.txt"], "validation_fraction": 0.3},
-                "model": {"hidden": 32, "layers": 2, "heads": 4, "sequence": 32},
-                "train": {"steps": 30, "lr": 0.01, "validate_every": 3, "global_batch": 4, "micro_batch": 4},
-                "checkpoint": {"every": 10, "keep": 1, "keep_best": True},
-                "cluster": {"launcher": "processes"},
-                "telemetry": {"page": False, "spans": False},
-            }
-        )
+    write_config(
+        folder,
+        name="best",
+        data={"files": ["long.txt"], "validation_fraction": 0.3},
+        model={"layers": 2},
+        train={"steps": 30, "lr": 0.01, "validate_every": 3, "global_batch": 4, "micro_batch": 4},
+        checkpoint={"every": 10, "keep": 1, "keep_best": True},
+        telemetry={"page": False, "spans": False},
     )
     for more in (["--until", "12"], ["--resume", "--set", "train.lr=3.0"]):
-        done = command("train", "best.yaml", *more)
+        done = command("train", "run.yaml", *more)
         assert done.code == 0, done.errors
-    records = {
-        line["step"]: line.get("validation_loss") for line in read_lines(Path("runs/best/metrics.jsonl"))
-    }
-    losses = {step: loss for step, loss in records.items() if loss is not None}
+    lines = read_lines(Path("runs/best/metrics.jsonl"))
+    losses = {line["step"]: line["validation_loss"] for line in lines if line.get("validation_loss")}
     best = min(losses, key=losses.__getitem__)
     assert best < 30, "the last one is the best: too easy a test"
     rows = json.loads(command("checkpoint", "list", "runs/best", "--json").output)

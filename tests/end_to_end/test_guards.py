@@ -1,6 +1,5 @@
 """Gradients that are no numbers and losses that leap: repeated, skipped or the end, on all ranks alike."""
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,10 +15,7 @@ from braid.actors.controller.records.run_records import Event, Incident, StepDon
 from braid.actors.controller.steps import Stepper
 from braid.actors.stage.rank.messages import Fault, RunPlan
 from tests.actors.stand_ins import losses
-from tests.actors.test_records import strict
-from tests.end_to_end.command import braid, write_config
 from tests.end_to_end.runs import KeptRanks, Run, run_plan, small_config, trained
-from tests.foreign_models import SEQUENCE, random_model
 
 pytestmark = pytest.mark.slow
 
@@ -85,29 +81,12 @@ def test_a_step_is_skipped_on_all_ranks(tmp_path: Path, data: Path) -> None:
     assert all(torch.isfinite(tensor).all() for tensor in broken.parameters().values())
 
 
-def test_a_run_whose_losses_are_no_numbers_ends_with_its_report(tmp_path: Path) -> None:
-    """One letter stands for infinities: every step that meets it is skipped, and the others train."""
-    model = random_model("llama", 1)
-    model.get_input_embeddings().weight.data[ord("q")] = torch.inf
-    model.save_pretrained(tmp_path / "weights")
-    lines = (json.dumps({"text": ("q" if n % 9 == 0 else "a") + f"bcdefgh {n} " * 3}) for n in range(200))
-    (tmp_path / "corpus.jsonl").write_text("\n".join(lines))
-    write_config(
-        tmp_path,
-        model={"initial": str(tmp_path / "weights"), "hidden": 64, "sequence": SEQUENCE},
-        data={"files": ["corpus.jsonl"], "tokenizer": "bytes"},
-        train={"steps": 8, "global_batch": 4, "micro_batch": 4},
-        failure={"on_nan": "skip"},
-    )
-    outcome = braid(tmp_path, "train", "run.yaml", "--report", "report.json")
-    assert outcome.code == 0, outcome.errors
-    for file in (tmp_path / "report.json", tmp_path / "runs" / "run" / "report.json"):
-        numbers = [step["loss"] is not None for step in strict(file.read_text())["steps"]]
-        assert len(numbers) == 8
-        assert set(numbers) == {True, False}
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Run:
+    return run(tmp_path_factory.mktemp("whole"), data, parallel={"tp": 2})
 
 
-def test_the_run_ends_with_one_message(tmp_path: Path, data: Path) -> None:
+def test_the_run_ends_with_one_message(tmp_path: Path, data: Path, whole: Run) -> None:
     sections: dict[str, Any] = {"parallel": {"tp": 2}, "failure": {"on_nan": "stop"}}
     controller, plan = controller_of(tmp_path, data, [hit(rank=1)], **sections)
     events: list[Event] = []
@@ -119,19 +98,16 @@ def test_the_run_ends_with_one_message(tmp_path: Path, data: Path) -> None:
     assert [event.record.step for event in events if isinstance(event, StepDone)] == list(range(1, HIT + 1))
     # It goes on from there, as the message says: the fault has fired.
     rest = trained(plan, resume=True)
-    whole, first = run(tmp_path, data, **sections), rest.records[0].step
+    first = rest.records[0].step
     assert [record.step for record in rest.records] == list(range(first, STEPS + 1))
     assert rest.losses == whole.losses[first - 1 :]
     assert first <= HIT + 1
 
 
-@pytest.mark.parametrize("copies", [0, 1], ids=["from a checkpoint", "from copies in memory"])
 def test_a_loss_that_leaps_is_looked_at_twice(
-    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, copies: int
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, whole: Run
 ) -> None:
     """Once by mistake: repeated, as if nothing had been. Twice: it belongs to the data."""
-    sections: dict[str, Any] = {"parallel": {"tp": 2}, "failure": {"spike": 3.0}}
-    whole = run(tmp_path, data, **sections)
     odd = Stepper._odd
     leaps = {6: 1, 7: 2}
 
@@ -142,8 +118,8 @@ def test_a_loss_that_leaps_is_looked_at_twice(
         return odd(self, step, loss, *rest)
 
     monkeypatch.setattr(Stepper, "_odd", wrong)
-    keeping = {"copies_every": copies, "every": 0 if copies else 1}
-    controller, plan = controller_of(tmp_path, data, (), checkpoint=keeping, **sections)
+    sections = {"checkpoint": {"copies_every": 1, "every": 0}, "failure": {"spike": 3.0}}
+    controller, plan = controller_of(tmp_path, data, (), parallel={"tp": 2}, **sections)
     events = list(controller.run())
     assert losses(events) == whole.losses
     told = [(event.kind, event.text) for event in events if isinstance(event, Incident)]
@@ -151,6 +127,4 @@ def test_a_loss_that_leaps_is_looked_at_twice(
     assert re.search("the loss of step 7 is .*it is repeated; no rank is lost", told[0][1])
     assert re.search("the loss of step 8 is .*twice: it belongs to the data", told[2][1])
     lines = read_lines(plan.config.run_directory / "incidents.jsonl")
-    sources = {line["restored_from"].partition("-")[0] for line in lines}
-    assert sources == ({"copies in memory"} if copies else {"checkpoint step"})
-    assert {line["steps_lost"] for line in lines} <= ({0} if copies else {0, 1, 2})
+    assert {(line["restored_from"], line["steps_lost"]) for line in lines} == {("copies in memory", 0)}

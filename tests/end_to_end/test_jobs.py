@@ -27,8 +27,6 @@ _PATIENCE = 400.0
 
 @dataclass(frozen=True)
 class Cluster:
-    """Where commands run, and with what."""
-
     folder: Path
     host: Host
     env: dict[str, str]
@@ -57,7 +55,6 @@ class Cluster:
         return result.stderr
 
     def follow(self, name: str) -> "subprocess.Popen[str]":
-        """``braid jobs logs NAME -f``, running."""
         command = [sys.executable, "-m", "braid", "jobs", "logs", name, "-f", "--address", self.url]
         return subprocess.Popen(
             ["ip", "netns", "exec", self.host.namespace, *command],
@@ -107,7 +104,6 @@ def sessions(host: Host) -> set[str]:
 
 
 def steps(run: Path) -> list[int]:
-    """The steps that a run has recorded."""
     return [line["step"] for line in read_lines(run / "metrics.jsonl")]
 
 

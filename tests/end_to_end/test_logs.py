@@ -65,7 +65,6 @@ def test_a_rank_that_dies_leaves_its_last_words(tmp_path: Path) -> None:
 
 
 def in_a_process(code: str) -> "subprocess.CompletedProcess[str]":
-    """Run code that changes where its process writes to."""
     head = (
         "import os, sys; from pathlib import Path; from braid.actors.stage.rank.log import Logged, write_to\n"
     )

@@ -43,7 +43,6 @@ from tests.end_to_end.test_exchange import OURS, command, logits
 from tests.foreign_models import (
     SEQUENCE,
     LossOf,
-    assert_same_bits,
     in_float64,
     opened,
     random_model,
@@ -72,10 +71,7 @@ LAYOUTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "tp 2": {"parallel": {"tp": 2}},
     "tp 2, degrees": {"parallel": {"tp": 2, "tensor_degrees": [1, 2, 2, 1]}},
     "tp 2, braid": {"parallel": {"tp": 2}, "overlap": {"schedule": "braid"}},
-    "tp 2, dhelix": {"parallel": {"tp": 2}, "overlap": {"schedule": "dhelix"}},
     "pp 2": {"parallel": {"pp": 2}},
-    "pp 2, split gradients": {"parallel": {"pp": 2}, "overlap": {"schedule": "zbv"}},
-    "dp 2, ZeRO 1": {"parallel": {"dp": 2, "zero": 1}},
     "dp 2, ZeRO 2, ddp": {"parallel": {"dp": 2, "zero": 2}, "overlap": {"schedule": "ddp"}},
     "dp 2, ZeRO 3": {"parallel": {"dp": 2, "zero": 3}},
     "dp 2 x pp 2, ZeRO 3, split": {
@@ -85,13 +81,11 @@ LAYOUTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "cp 2, recomputed": {"parallel": {"cp": 2}, "train": {"recompute": "full"}},
     "ep 2, ZeRO 3": {"parallel": {"dp": 2, "ep": 2, "zero": 3}},
 }
-CASES = [(kind, layout) for layout in LAYOUTS for kind in ("llama",) if "ep" not in layout]
+CASES = [("llama", layout) for layout in LAYOUTS if layout not in ("tp 2", "pp 2", "ep 2, ZeRO 3")]
 CASES += [("mixtral", "ep 2, ZeRO 3"), ("qwen3", "tp 2"), ("qwen2", "pp 2")]
 
 
 class Adapters:
-    """Models and runs of this module, each made once."""
-
     def __init__(self, path: Path, seed: int) -> None:
         self.path, self.seed = path, seed
         self.data = prepare_text(path, seed)
@@ -171,6 +165,11 @@ def test_adapters_and_merged_models_are_exported(adapters: Adapters, kind: str, 
     run, base, tokens = adapters.trained(kind), adapters.stored(kind), torch.arange(SEQUENCE).unsqueeze(0)
     for name, options in (("adapters", ()), ("merged", ("--merge",))):
         assert command("checkpoint", "export", str(run.directory), str(tmp_path / name), *options) == 0
+    if kind == "llama":
+        factors, written = run.parameters(), tensors_in(tmp_path / "adapters")
+        assert len(written) == len(factors)
+        for name, factor in factors.items():
+            assert torch.equal(written[theirs(name).replace(".default", "")], factor)
     description = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
     assert description["base_model_name_or_path"] == str(base)
     adapted = PeftModel.from_pretrained(opened(base), str(tmp_path / "adapters"))
@@ -181,16 +180,6 @@ def test_adapters_and_merged_models_are_exported(adapters: Adapters, kind: str, 
     changed = {name for name, tensor in tensors_in(base).items() if not torch.equal(tensor, together[name])}
     modules = tuple(f".{module}.weight" for module in description["target_modules"])
     assert changed == {name for name in together if name.endswith(modules)}
-
-
-def test_an_exported_adapter_is_what_peft_trains(adapters: Adapters, tmp_path: Path) -> None:
-    _, _, factors = adapters.reference("llama")
-    run = adapters.run("llama")
-    assert command("checkpoint", "export", str(run.directory), str(tmp_path / "adapters")) == 0
-    written = tensors_in(tmp_path / "adapters")
-    assert written.keys() == {theirs(name).replace(".default", "") for name in factors}
-    for name, factor in factors.items():
-        torch.testing.assert_close(written[theirs(name).replace(".default", "")], factor.float())
 
 
 def test_ranks_without_a_share_train_along(adapters: Adapters, tmp_path: Path) -> None:
@@ -250,25 +239,22 @@ def test_the_base_stays_through_steps_and_failures(adapters: Adapters, tmp_path:
     assert count == sum(tensor.numel() for tensor in tensors.values()), "two ranks share the base"
 
 
-def test_a_resumed_run_goes_on_bit_for_bit(adapters: Adapters, tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_in_its_layout_and_in_another_and_with_no_other_adapters(
+    adapters: Adapters, tmp_path: Path
+) -> None:
+    """In its own to the bit."""
     sections = adapters.sections("llama", "tp 2")
     sections["model"] = {**sections["model"], "lora": {**LORA, "targets": ["q", "v", "down"]}}
     whole = run_layout(tmp_path / "whole", adapters.data, **sections)
-    half = run_layout(tmp_path / "half", adapters.data, 3, **sections)
-    again = trained(run_plan(half.config, adapters.data), resume=True)
-    assert again.losses == whole.losses[3:]
-    assert_same_bits(again.parameters(STEPS), whole.parameters())
-
-
-def test_another_layout_and_no_other_adapters_go_on(adapters: Adapters, tmp_path: Path) -> None:
-    half = run_layout(tmp_path, adapters.data, 3, **adapters.sections("llama", "tp 2"))
+    half = run_layout(tmp_path / "half", adapters.data, 2, **sections)
     other = half.config.changed(model={"lora": Lora(rank=8)})
     with pytest.raises(CheckpointError, match=r"of a model with lora=.*'rank': 4.*'rank': 8"):
         trained(run_plan(other, adapters.data), resume=True)
-    staged = half.config.changed(parallel={"tp": 1, "pp": 2})
-    again = trained(run_plan(staged, adapters.data), resume=True)
-    losses, _, _ = adapters.reference("llama")
-    assert again.losses == pytest.approx(losses[3:], rel=1e-9)
+    again = trained(run_plan(half.config, adapters.data), 4, resume=True)
+    assert again.losses == whole.losses[2:4]
+    moved = trained(run_plan(half.config.changed(parallel={"tp": 1, "pp": 2}), adapters.data), resume=True)
+    assert moved.losses == pytest.approx(whole.losses[4:], rel=1e-9)
+    torch.testing.assert_close(moved.parameters(STEPS), whole.parameters(), rtol=1e-9, atol=1e-12)
 
 
 def test_merging_what_cannot_be_merged_is_refused(
@@ -317,9 +303,7 @@ def test_adapters_that_peft_takes_for_those_of_experts_are_refused(
 
 WEIGHED: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any], str]] = {
     "tp 2 x dp 2, ZeRO 3": ({"tp": 2, "dp": 2, "zero": 3}, {}, "megatron"),
-    "dp 2 x pp 2, ZeRO 2, tied": ({"dp": 2, "pp": 2, "zero": 2}, {"tied_head": True}, "ddp"),
-    "dp 4, ZeRO 3, 2 shards": ({"dp": 4, "zero": 3, "shards": 2}, {}, "megatron"),
-    "dp 2 x pp 2, ZeRO 3": ({"dp": 2, "pp": 2, "zero": 3}, {"tied_head": True}, "zbv"),
+    "dp 2 x pp 2, ZeRO 3, tied": ({"dp": 2, "pp": 2, "zero": 3}, {"tied_head": True}, "zbv"),
     "dp 2, ZeRO 1": ({"dp": 2, "zero": 1}, {}, "ddp"),
 }
 

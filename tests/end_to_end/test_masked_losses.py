@@ -139,19 +139,6 @@ def test_every_layout_learns_as_transformers_does(tmp_path: Path, document_mask:
         assert run.report["validation"]["loss"] == pytest.approx(validation, rel=1e-9, abs=0), (name, seed)
 
 
-def test_a_resumed_run_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
-    """Over the end of an epoch, with documents of several turns."""
-    common = sections_of(tmp_path, document_mask=True, seed=5)
-    common = {**common, "train": {**TRAIN, "steps": 6, "dtype": "fp32"}, "checkpoint": {"every": 1}}
-    config = small_config(tmp_path / "runs", **common, parallel={"dp": 2})
-    data = prepared(tmp_path, config)
-    plan = run_plan(config, data)
-    before = trained(plan, 3)
-    after = trained(plan, resume=True)
-    whole = trained(run_plan(small_config(tmp_path / "runs", **common, parallel={"dp": 2}), data))
-    assert before.losses + after.losses == whole.losses
-
-
 def silent(data: Path) -> None:
     """Make of a data set one in which no token counts."""
     for file in [*data.glob("train-*.marks"), *data.glob("train-*.counts")]:

@@ -69,12 +69,6 @@ def test_losses_of_sets_are_those_of_the_sets_alone(tmp_path: Path, mixture: Pat
         assert found == pytest.approx(alone, rel=1e-12, abs=0), layout
 
 
-def same(one: Run, other: Run) -> None:
-    """Bit for bit."""
-    for name in ("samples", "loss", "grad_norm", "validation_loss", "validation_losses"):
-        assert [getattr(a, name) for a in one.records] == [getattr(b, name) for b in other.records], name
-
-
 def test_samples_and_losses_in_any_layout_and_after_a_resume(tmp_path: Path, mixture: Path) -> None:
     runs = [
         trained(run_plan(small_config(tmp_path / "runs", **sections(layout)), mixture))
@@ -98,10 +92,9 @@ def test_samples_and_losses_in_any_layout_and_after_a_resume(tmp_path: Path, mix
         rest = trained(run_plan(again, mixture), resume=True)
         whole = Run.of(plans[1], [*first.events, *rest.events])
         if layouts[0] is layouts[1]:
-            joined = [*first.records, *rest.records]
-            assert [record.loss for record in joined] == runs[1].losses
-            assert [record.samples for record in joined] == [record.samples for record in runs[1].records]
-            same(runs[1], trained(run_plan(small_config(tmp_path / "r", **sections(layouts[0])), mixture)))
+            for name in ("loss", "grad_norm"):
+                found, expected = ([getattr(r, name) for r in one.records] for one in (whole, runs[1]))
+                assert found == expected, name
         assert [record.samples for record in whole.records] == list(map(samples_digest, order))
         assert whole.losses == pytest.approx(runs[0].losses, rel=1e-9, abs=0)
 

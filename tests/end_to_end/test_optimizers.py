@@ -6,7 +6,6 @@ matrix, the schedulers of `torch.optim.lr_scheduler`, and `AveragedModel`.
 
 import importlib
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -244,19 +243,10 @@ def test_muon_goes_on_in_another_layout(tmp_path: Path, data: Path, capsys: Capt
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         norm = file.get_tensor("model.norm.weight")
     assert torch.equal(norm, found["average.final_norm.weight"].float())
-    for section, says in (
-        (
-            {"optimizer": "adamw"},
-            "has the states of train.optimizer=muon, this run has train.optimizer=adamw",
-        ),
-        ({"average": 0.0}, ""),
-    ):
-        config = moved.config.changed(train=section)
-        if says:
-            with pytest.raises(CheckpointError, match=re.escape(says)):
-                check_begin(config, RunOptions(resume=True), moved.shape)
-        else:
-            check_begin(config, RunOptions(resume=True), moved.shape)
+    check_begin(moved.config.changed(train={"average": 0.0}), RunOptions(resume=True), moved.shape)
+    says = r"has the states of train\.optimizer=muon, this run has train\.optimizer=adamw"
+    with pytest.raises(CheckpointError, match=says):
+        check_begin(moved.config.changed(train={"optimizer": "adamw"}), RunOptions(resume=True), moved.shape)
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 leaves it running, and leaves nothing on it."""
 
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,13 @@ import braid
 from braid.actors.config import ConfigError
 from braid.actors.controller.ranks.group import NoRoomError
 from braid.jobs.cluster.session import WORKERS, environment, own_token, session_folder
-from tests.end_to_end.command import BASE, losses_of, write_corpus
+from tests.end_to_end.command import BASE, losses_of
+from tests.end_to_end.test_python import content as mapping
+from tests.end_to_end.test_python import examples
 from tests.waiting import alive, within
 
 ray = pytest.importorskip("ray")
-pytestmark = [pytest.mark.thorough, pytest.mark.own_process, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.own_process, pytest.mark.timeout(600)]
 CPUS = 3
 MANY = 500
 
@@ -39,10 +40,8 @@ def cluster() -> Iterator[None]:
 
 
 def content(folder: Path, **more: Any) -> dict[str, Any]:
-    """A run of four steps with two ranks, as a mapping."""
-    data = {"files": [str(write_corpus(folder))], "validation_fraction": 0.1}
-    ranks = {"parallel": {"tp": 2}, "cluster": {"cpus_per_rank": 0.5}, "telemetry": {"page": False}}
-    return {**BASE, **ranks, "runs": str(folder / "runs"), "data": data, **more}
+    """A run of four steps with two ranks on the cluster, as a mapping."""
+    return {**mapping(folder), "cluster": {"cpus_per_rank": 0.5}, **more}
 
 
 def many_steps(folder: Path) -> dict[str, Any]:
@@ -62,18 +61,6 @@ def check_nothing_left(*runs: Path) -> None:
         assert within(30, lambda processes=processes: not any(map(alive, processes)))
 
 
-def test_in_a_thread_of_a_process_that_has_joined_a_cluster(tmp_path: Path) -> None:
-    results: list[braid.TrainingResult] = []
-    thread = threading.Thread(target=lambda: results.append(braid.train(content(tmp_path))))
-    thread.start()
-    thread.join()
-    assert [result.complete for result in results] == [True]
-    alone = {**content(tmp_path), "name": "alone", "cluster": {"launcher": "processes", "cpus_per_rank": 0.5}}
-    assert braid.train(alone).complete
-    assert losses_of(tmp_path, "run") == losses_of(tmp_path, "alone"), "to the last bit"
-    check_nothing_left(results[0].directory)
-
-
 class Raises:
     """A callback that raises in the second step."""
 
@@ -89,7 +76,11 @@ class Raises:
         self.told.append(error)
 
 
-@pytest.mark.parametrize("error", [KeyError("a mistake"), KeyboardInterrupt()], ids=["error", "interrupt"])
+@pytest.mark.parametrize(
+    "error",
+    [KeyError("a mistake"), pytest.param(KeyboardInterrupt(), marks=pytest.mark.thorough)],
+    ids=["error", "interrupt"],
+)
 def test_a_callback_that_raises(tmp_path: Path, error: BaseException) -> None:
     """An interrupt waits for no checkpoint, as a second Ctrl-C."""
     callback = Raises(error)
@@ -106,14 +97,6 @@ def test_a_callback_that_raises(tmp_path: Path, error: BaseException) -> None:
     assert again.steps == steps + 2, "nobody holds the directory"
 
 
-def test_a_callback_that_stops(tmp_path: Path) -> None:
-    result = braid.train(many_steps(tmp_path), callbacks=[Raises(braid.StopTraining("enough"))])
-    assert result.stopped == "enough"
-    assert 2 <= result.steps < MANY
-    assert braid.load_run(result.directory).checkpoints().index.tolist() == [result.steps]
-    check_nothing_left(result.directory)
-
-
 def test_in_a_task(tmp_path: Path) -> None:
     @ray.remote(num_cpus=1)
     def task(config: dict[str, Any]) -> float | None:
@@ -121,24 +104,20 @@ def test_in_a_task(tmp_path: Path) -> None:
 
     assert ray.get(task.remote(content(tmp_path))) == losses_of(tmp_path, "run")[-1]
     check_nothing_left(tmp_path / "runs" / "run")
+    assert braid.train({**mapping(tmp_path), "name": "alone"}).complete
+    assert losses_of(tmp_path, "run") == losses_of(tmp_path, "alone"), "to the last bit"
 
 
-def examples() -> list[str]:
-    """Python blocks of the page that start a run on Ray, with what they need."""
-    from tests.end_to_end.test_python import examples as all_of_them
-
-    blocks = all_of_them()
-    setting = blocks[0].split("if __name__")[0]
-    return [setting, *(block for block in blocks if "import ray" in block)]
-
-
-@pytest.mark.parametrize("stops", [False, True], ids=["to-the-end", "stopped"])
+@pytest.mark.parametrize(
+    "stops", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["to-the-end", "stopped"]
+)
 def test_the_example_of_ray_tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops: bool) -> None:
     """Also if Ray Tune stops its trials after their first report."""
     pytest.importorskip("ray.tune")
     monkeypatch.chdir(tmp_path)
-    setting, example = examples()
-    assert "ray.init()" in example
+    blocks = examples()
+    setting = blocks[0].split("if __name__")[0]
+    (example,) = (block for block in blocks if "ray.init()" in block)
     code = example.replace("ray.init()", "pass  # this process has joined a cluster")
     early = "stop={'training_iteration': 1}, " if stops else ""
     own = f"run_config=tune.RunConfig({early}storage_path={str(tmp_path / 'tune')!r}),"

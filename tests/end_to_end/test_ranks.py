@@ -1,4 +1,5 @@
-"""A dozen runs on real ranks: gloo's streams, the reader, validation, reports; losses of plain PyTorch.
+"""A dozen runs on real ranks: gloo's streams, the reader, validation, reports; losses of plain PyTorch, also
+with dropout, label smoothing and z-loss.
 
 Every pair of choices is in `tests.cuda.test_combinations`, on a model of the CUDA machine. Inputs are fresh
 in every session: the seed stands in the tests' names, and BRAID_TEST_SEED sets it.
@@ -17,11 +18,13 @@ from braid.actors.controller.controller import Controller, RunOptions
 from braid.actors.controller.planning import build_schedule, setting_of
 from braid.actors.controller.ranks.processes import ProcessLauncher, ProcessPlace
 from braid.actors.stage.rank.messages import RunPlan
+from braid.jobs.bench.plain_torch import PlainTrainer
 from braid.scheduling.mesh.cluster import Stream
 from braid.scheduling.mesh.partition import parse_partition
 from braid.scheduling.plan.decide import simulate_setting
 from braid.scheduling.plan.layouts import plan_of
 from braid.scheduling.schedule.text import write
+from tests.end_to_end.plain_regularisation import REGULARISED, RegularisedTrainer
 from tests.end_to_end.runs import (
     BYTES_VOCABULARY,
     PlainRun,
@@ -30,7 +33,9 @@ from tests.end_to_end.runs import (
     prepare_text,
     run_layout,
     run_plain,
+    run_plan,
     small_config,
+    trained,
 )
 from tests.scheduling.plans import cluster
 from tests.spans import read_folder, spans_of
@@ -44,17 +49,18 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "llama": {"family": "llama"},
     "tied gpt": {"family": "gpt", "kv_heads": 4, "tied_head": True},
     "qwen": {"family": "llama", "head_norm": True, "qkv_bias": True, "head_dim": 24},
+    "moe": {"family": "moe", "experts": 4, "top_k": 2, "ffn": 96, "shared_experts": 1, "balance_loss": 0.02},
 }
 CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
-    ("llama", "megatron", {}, {}),
     ("llama", "braid:w", {"tp": 2}, {"dtype": "fp32"}),
     ("tied gpt", "megatron:folded", {"pp": 2}, {}),
-    ("tied gpt", "ddp", {"dp": 2, "zero": 3}, {}),
     ("qwen", "braid:together_2", {"dp": 2, "zero": 1}, {}),
-    ("llama", "dhelix", {"tp": 2, "pp": 2}, {"recompute": "full"}),
     ("llama", "wavelet", {"cp": 2, "context": "ring"}, {}),
     ("llama", "oases", {"tp": 2, "tensor_degrees": "2 1 1 2"}, {}),
     ("qwen", "intra_batch", {"tp": 2, "dp": 2}, {}),
+    ("tied gpt", "ddp", {"dp": 2, "zero": 3}, REGULARISED),
+    ("moe", "megatron", {"dp": 2, "ep": 2}, {**REGULARISED, "recompute": "selective"}),
+    ("llama", "dhelix", {"tp": 2, "pp": 2}, {**REGULARISED, "recompute": "full"}),
 ]
 """Model, schedule, layout, and what else of the section ``train``."""
 
@@ -65,7 +71,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def content(schedule: str, parallel: Mapping[str, Any], **more: Mapping[str, Any]) -> dict[str, Any]:
-    """Sections of a run's configuration."""
     schedule, _, pipeline = schedule.partition(":")
     train = {"dtype": "fp64", "seed": SEED, "steps": STEPS, "validation_samples": 7, **more.get("train", {})}
     overlap = {"schedule": schedule, "pipeline": pipeline or None}
@@ -73,11 +78,10 @@ def content(schedule: str, parallel: Mapping[str, Any], **more: Mapping[str, Any
     return {**more, "train": train, "parallel": parallel, "overlap": overlap, "cluster": cpus}
 
 
-def trained(folder: Path, data: Path, sections: Mapping[str, Mapping[str, Any]]) -> tuple[Run, PlainRun]:
-    """A run, and the same by plain PyTorch."""
+def both(folder: Path, data: Path, sections: Mapping[str, Mapping[str, Any]]) -> tuple[Run, PlainRun]:
     overlap = planned(folder / "plans", sections)
     run = run_layout(folder / "run", data, **{**sections, "overlap": overlap})
-    return run, run_plain(run.config, data)
+    return run, run_plain(run.config, data, RegularisedTrainer if run.config.train.dropout else PlainTrainer)
 
 
 def assert_alike(run: Run, plain: PlainRun, tolerance: float) -> None:
@@ -95,12 +99,20 @@ def assert_alike(run: Run, plain: PlainRun, tolerance: float) -> None:
 def test_ranks_train_as_plain_pytorch_does(
     tmp_path: Path, data: Path, model: str, schedule: str, parallel: dict[str, Any], train: dict[str, Any]
 ) -> None:
-    run, plain = trained(tmp_path, data, content(schedule, parallel, model=MODELS[model], train=train))
+    run, plain = both(tmp_path, data, content(schedule, parallel, model=MODELS[model], train=train))
     assert_alike(run, plain, TOLERANCE[run.config.train.dtype])
     assert max(plain.gradient_norms) > run.config.train.clip_norm, "nothing was clipped: too easy a test"
     if run.config.train.dtype == "fp64":  # in fp32, Adam blows up the rounding of gradients that are zero
         ours = {name: tensor.detach() for name, tensor in plain.model.named_parameters()}
         torch.testing.assert_close(run.parameters(), ours, rtol=1e-8, atol=1e-10)
+
+
+def test_a_run_goes_on_in_another_layout_with_the_same_dropout(tmp_path: Path, data: Path) -> None:
+    begun = run_layout(tmp_path, data, 3, **content("megatron", {"tp": 2}, train=REGULARISED))
+    moved = begun.config.changed(parallel={"tp": 1, "dp": 2, "zero": 1})
+    ended = trained(run_plan(moved, data), resume=True)
+    plain = run_plain(begun.config, data, RegularisedTrainer)
+    assert begun.losses + ended.losses == pytest.approx(plain.losses, rel=1e-9, abs=0)
 
 
 def test_partitions_run_inside_hosts_and_between_them(tmp_path: Path, data: Path) -> None:
@@ -156,7 +168,7 @@ def test_routing_is_counted_as_plain_pytorch_does(
     model = {"family": "moe", "experts": 8, "top_k": 2, "ffn": 96, **MIXTURES[mixture]}
     # Whole micro-batches: with a capacity, it matters beside which tokens a token is validated.
     train = {"recompute": "full", "validate_every": 1, "validation_samples": 8}
-    run, plain = trained(tmp_path, data, content(schedule, parallel, model=model, train=train))
+    run, plain = both(tmp_path, data, content(schedule, parallel, model=model, train=train))
     assert_alike(run, plain, TOLERANCE["fp64"])
     assert all(record.validation_bits_per_byte is not None for record in run.records)
     _check_routing(run, plain)

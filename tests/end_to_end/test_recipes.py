@@ -1,7 +1,6 @@
 """The procedures of `docs/recipes` work: their patches apply, and the command that ends each one passes."""
 
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -11,14 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.architecture.test_imports import FOLDERS, ROOT
+from tests.end_to_end.test_readme import blocks
 
 RECIPES = {"axis": 8, "block": 3, "family": 4, "operator": 3}
 """Most files of the product, tests and docs apart, that each may change."""
-
-
-def fenced(text: str, kind: str) -> list[str]:
-    """The contents of a document's fenced blocks of a kind."""
-    return re.findall(rf"^```{kind}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture
@@ -38,12 +33,12 @@ def test_every_recipe_is_tried() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_works(tree: Path, recipe: str) -> None:
-    text = (ROOT / "docs" / "recipes" / f"{recipe}.md").read_text(encoding="utf-8")
-    patch = "".join(fenced(text, "diff"))
+    page = ROOT / "docs" / "recipes" / f"{recipe}.md"
+    patch = "".join(blocks(page, "diff"))
     changed = {line.removeprefix("+++ b/") for line in patch.splitlines() if line.startswith("+++ b/")}
     assert len({path for path in changed if path.split("/")[0] in FOLDERS}) <= RECIPES[recipe]
     subprocess.run(["git", "apply", "-"], input=patch, text=True, cwd=tree, check=True)
-    (console,) = fenced(text, "console")
+    (console,) = blocks(page, "console")
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     for line in console.splitlines():
         python, *arguments = shlex.split(line.removeprefix("$ "))

@@ -134,7 +134,6 @@ GATE = "BRAID_TEST_GATE"
 
 
 def events_of(path: Path, data: Path, launcher: Any, **keeping: Any) -> Iterator[Event]:
-    """A run of two ranks and eight steps."""
     train = {"steps": 8, "validation_samples": 2}
     config = small_config(
         path, parallel={"tp": 2}, train=train, checkpoint={"every": 4, "keep": 9, **keeping}

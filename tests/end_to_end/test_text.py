@@ -55,21 +55,13 @@ def goes_on(folder: Path, text: str) -> str:
     return str(tokenizer.decode(ids[:-1]))
 
 
-@pytest.mark.parametrize("tokenizer", ["own", "bytes"])
-def test_a_model_of_my_own_text_ends_where_texts_end(
-    tokenizer: str, command: Command, tmp_path: Path
-) -> None:
+def test_a_model_of_my_own_text_ends_where_texts_end(command: Command, tmp_path: Path) -> None:
+    """A tokenizer of one's own: `test_generate`."""
     write_corpus(tmp_path / "mine.jsonl.zst")
-    data: dict[str, Any] = {"files": ["mine.jsonl.zst"], "validation_fraction": 0}
     end, number = "<|endoftext|>", 256
-    if tokenizer == "own":
-        end, number = "<stop>", 1
-        file = train_tokenizer(tmp_path / "mine.json", ["</s>", end], DOCUMENTS, 261)
-        assert Backend.from_file(str(file)).token_to_id(end) == number
-        data |= {"tokenizer": "mine.json", "end_token": end}
     write_config(
         tmp_path,
-        data=data,
+        data={"files": ["mine.jsonl.zst"], "validation_fraction": 0},
         model={"hidden": 64, "layers": 2, "sequence": 64},
         train={"steps": 70, "lr": 6e-3, "global_batch": 8, "micro_batch": 8},
         telemetry={"page": False, "spans": False},
@@ -86,17 +78,13 @@ def test_a_model_of_my_own_text_ends_where_texts_end(
     os.umask(mask)
     modes = {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "exported").iterdir()}
     assert modes == {0o666 & ~mask}
-    if tokenizer == "bytes":
-        found = AutoTokenizer.from_pretrained(tmp_path / "exported")
-        text = "".join(map(chr, range(0x20, 0x250))) + "語 🙂\n\t  end"
-        assert found.encode(text, add_special_tokens=False) == list(text.encode())
-        assert found.decode(list(text.encode())) == text
+    found = AutoTokenizer.from_pretrained(tmp_path / "exported")
+    text = "".join(map(chr, range(0x20, 0x250))) + "語 🙂\n\t  end"
+    assert found.encode(text, add_special_tokens=False) == list(text.encode())
+    assert found.decode(list(text.encode())) == text
 
 
-@pytest.mark.parametrize("end", [None, "</s>"])
-def test_tokenizer_and_settings_of_imported_weights_come_back(
-    end: str | None, command: Command, tmp_path: Path
-) -> None:
+def test_tokenizer_and_settings_of_imported_weights_come_back(command: Command, tmp_path: Path) -> None:
     file = train_tokenizer(tmp_path / "t.json", ["<s>", "</s>", "<stop>"], DOCUMENTS, 261)
     write_corpus(tmp_path / "mine.jsonl.zst")
     theirs = tmp_path / "theirs"
@@ -110,7 +98,7 @@ def test_tokenizer_and_settings_of_imported_weights_come_back(
     backend.no_padding()  # else it has one token more than the model
     fast = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="<stop>")
     fast.save_pretrained(theirs)
-    content = {"model": {"initial": "theirs"}, "data": {"files": ["mine.jsonl.zst"], "end_token": end}}
+    content = {"model": {"initial": "theirs"}, "data": {"files": ["mine.jsonl.zst"], "end_token": "</s>"}}
     content["train"] = {"steps": 1, "global_batch": 2, "micro_batch": 2}
     (tmp_path / "run.yaml").write_text(json.dumps({**content, "cluster": {"launcher": "processes"}}))
     command("train", "run.yaml")
@@ -120,7 +108,7 @@ def test_tokenizer_and_settings_of_imported_weights_come_back(
     settings, found = (
         json.loads((folder / "generation_config.json").read_text()) for folder in (theirs, tmp_path / "ours")
     )
-    assert found == {**settings, "eos_token_id": [2] if end is None else [2, 1]}
+    assert found == {**settings, "eos_token_id": [2, 1]}
     config = json.loads((tmp_path / "ours" / "config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"]) == (0, found["eos_token_id"])
     before, after = (AutoTokenizer.from_pretrained(folder) for folder in (theirs, tmp_path / "ours"))

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.slow
 
 
 def run(config: Any, data: Path, launcher: Any) -> tuple[list[Event], TraceFolder]:
-    """A run's events and its spans."""
     events = trained(run_plan(config, data), launcher=launcher).events
     return list(events), read_folder(config.run_directory)
 
@@ -62,42 +61,31 @@ def test_neighbours_and_ends_of_a_pipeline(tmp_path: Path, data: Path) -> None:
     assert {("ends", Stream.INTRA), ("F", Stream.INTER), ("B", Stream.INTER)} <= found
 
 
-@pytest.mark.parametrize(
-    ("across", "exchange"), [({"cp": 2}, "kv_gather"), ({"dp": 2, "ep": 2}, "dispatch")], ids=str
-)
-def test_a_profile_knows_what_every_axis_goes_over_and_both_links_at_once(
-    tmp_path: Path, across: dict[str, int], exchange: str
-) -> None:
-    """tp inside each of two nodes, cp or ep between them."""
-    model = {"family": "moe", "experts": 4, "top_k": 2} if "ep" in across else {}
-    config = small_config(tmp_path, model=model, parallel={"tp": 2, **across})
+def test_a_profile_knows_what_every_axis_goes_over_and_both_links_at_once(tmp_path: Path) -> None:
+    """tp inside each of two nodes, ep between them."""
+    model = {"family": "moe", "experts": 4, "top_k": 2}
+    config = small_config(tmp_path, model=model, parallel={"tp": 2, "dp": 2, "ep": 2})
     shape = config.check(BYTES_VOCABULARY)
     profile = find_or_measure(config, shape, ProcessLauncher(config, places("a", "a", "b", "b"))).profile
-    (axis,) = across.keys() - {"dp"}
-    assert (profile.streams["tp"], profile.streams[axis]) == (Stream.INTRA, Stream.INTER)
+    assert (profile.streams["tp"], profile.streams["ep"]) == (Stream.INTRA, Stream.INTER)
     layer = model_graphs(config, shape, profile.streams)["layer"].forward
-    local, cross = layer.named("attention_gather"), layer.named(exchange)
+    local, cross = layer.named("attention_gather"), layer.named("dispatch")
     assert (local.stream, cross.stream) == (Stream.INTRA, Stream.INTER)
+    assert (profile.classes[local.key], profile.classes[cross.key]) == ("intra", "inter")
     pairs = {"inter<intra", "intra<inter", f"{local.key}<inter", f"{cross.key}<intra"}
     assert pairs <= profile.slowdowns.keys()
 
 
-def test_a_tensor_group_over_two_nodes_is_said_and_priced(tmp_path: Path, data: Path) -> None:
-    """The profile, and with it the plan, knows; who trains is told; results are what they were."""
+def test_a_tensor_group_over_two_nodes_is_said(tmp_path: Path, data: Path) -> None:
+    """Results are what they were."""
     losses = []
     for number, hosts in enumerate((("a", "b"), ("a", "a"))):
         config = small_config(tmp_path / f"runs{number}", parallel={"tp": 2}, train={"steps": 2})
-        shape = config.check(BYTES_VOCABULARY)
-        launcher = ProcessLauncher(config, places(*hosts))
-        profile = find_or_measure(config, shape, launcher).profile
-        inter = hosts == ("a", "b")
-        assert profile.streams == {"tp": Stream.INTER if inter else Stream.INTRA}
-        assert profile.classes["layer/attention_gather"] == ("inter" if inter else "intra")
-        events, traces = run(config, data, launcher)
+        events, traces = run(config, data, ProcessLauncher(config, places(*hosts)))
         check_spans(traces, config.layout().mesh, hosts)
         (notes,) = [event.notes for event in events if isinstance(event, Started)]
-        assert bool(notes) == inter
-        if inter:
+        assert bool(notes) == (hosts == ("a", "b"))
+        if notes:
             says = "1 of 1 tensor-parallel groups lie over several nodes (rank 0 on a, rank 1 on b)"
             assert says in notes[0]
         losses.append([event.record.loss for event in events if hasattr(event, "record")])

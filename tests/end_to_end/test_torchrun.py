@@ -16,12 +16,12 @@ import pytest
 
 from braid.actors.config.joined import JoinedProcess
 from braid.actors.controller.ranks.rendezvous import KINDS, Door, Plate
-from braid.actors.controller.records.json_lines import read_lines
 from tests.end_to_end.command import (
     braid,
     environment,
     losses_of,
     processes_mentioning,
+    steps_done,
     write_config,
     write_corpus,
 )
@@ -59,7 +59,6 @@ class Joined:
         ]
 
     def ended(self) -> list[tuple[int, str, str]]:
-        """Exit code, output and errors of every process."""
         told = [process.communicate(timeout=120) for process in self.processes]
         return [(process.returncode, *texts) for process, texts in zip(self.processes, told, strict=True)]
 
@@ -81,46 +80,30 @@ def nothing_left(folder: Path) -> None:
     assert not processes_mentioning(str(folder), patience=5)
 
 
-def test_torchrun_trains_as_plain_processes_do(config: Path, tmp_path: Path) -> None:
-    """To the bit, with the spans of all ranks; no key says that there is torchrun."""
-    alone = braid(tmp_path, "train", str(config), "--set", "name=alone")
-    assert alone.code == 0, alone.errors
+def test_torchrun_measures_and_trains_as_plain_processes_do(config: Path, tmp_path: Path) -> None:
+    """To the bit, with the spans of all ranks; no key says that there is torchrun. A profile and the run take
+    the same processes, one group of ranks after the other."""
     config.write_text(config.read_text().replace("  launcher: processes\n", ""))
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    ended = subprocess.run(
-        [sys.executable, *torchrun, *TRAIN, str(config)],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
+    command = [sys.executable, *torchrun, *TRAIN, str(config), "--set", "overlap.schedule=auto"]
+    options: dict[str, Any] = {"env": environment(), "capture_output": True, "text": True, "timeout": 180}
+    ended = subprocess.run(command, cwd=tmp_path, **options)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("ranks   2 (tp 2); steps 1 to 4") == 1
+    run = tmp_path / "runs" / "run"
+    assert (run / "profile.json").exists()
+    assert len(list((run / "trace").glob("rank-0000[01].*"))) == 2
+    nothing_left(tmp_path)
+    same = ("--launcher", "processes", "--set", "name=alone", "--plan", str(run / "plan.yaml"))
+    alone = braid(tmp_path, "train", str(config), *same)
+    assert alone.code == 0, alone.errors
     assert losses_of(tmp_path, "run") == losses_of(tmp_path, "alone")
-    assert len(list((tmp_path / "runs" / "run" / "trace").glob("rank-0000[01].*"))) == 2
-    nothing_left(tmp_path)
-
-
-@pytest.mark.thorough
-def test_a_profile_and_the_run_take_the_same_processes(
-    config: Path, tmp_path: Path, started: list[Joined]
-) -> None:
-    """One group of ranks after the other."""
-    started.append(Joined(tmp_path, 2, str(config), "--set", "overlap.schedule=auto"))
-    assert [code for code, *_ in started[0].ended()] == [0, 0]
-    assert (tmp_path / "runs" / "run" / "profile.json").exists()
-    nothing_left(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (
-            "",
-            "the layout has 2 ranks (parallel.dp=1, parallel.tp=2|torchrun has started 3 processes; start 2",
-        ),
+        ("", "the layout has 2 ranks (parallel.dp=1, parallel.tp=2|has started 3 processes; start 2"),
         ("--oops", "No such option: --oops"),
     ],
 )
@@ -147,12 +130,8 @@ def test_a_run_is_refused_by_one_process(
 def test_what_torchrun_cannot_do_is_refused(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, call: str, says: str
 ) -> None:
-    for name, value in {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "1",
-    }.items():
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(config.parent)
     refused(called(capsys, "train", config, *call.split()), *says.split("|"))
@@ -162,14 +141,13 @@ def test_what_torchrun_cannot_do_is_refused(
 def test_signals_stop_a_run_with_a_checkpoint(config: Path, tmp_path: Path, started: list[Joined]) -> None:
     """To all processes at once, as torchrun, Slurm and a terminal send them."""
     started.append(Joined(tmp_path, 2, str(config), "--set", "train.steps=100000"))
-    metrics = tmp_path / "runs" / "run" / "metrics.jsonl"
-    assert within(120, lambda: len(read_lines(metrics)) >= 2)
+    steps_done(tmp_path, 2)
     for process in started[0].processes:
         os.killpg(process.pid, signal.SIGTERM)
     ended = started[0].ended()
     assert [code for code, *_ in ended] == [130, 130], ended
     (saved,) = (tmp_path / "runs" / "run" / "checkpoints").glob("step-*")
-    assert saved.name == f"step-{len(read_lines(metrics))}"
+    assert saved.name == f"step-{len(losses_of(tmp_path, 'run'))}"
     nothing_left(tmp_path)
 
 
@@ -180,8 +158,7 @@ def test_a_lost_process_ends_all(
     """The copy of its state that its partner holds is saved before."""
     more = ["--set", "checkpoint.copies_every=1", "--set", "failure.silence_s=3"]
     started.append(Joined(tmp_path, 2, str(config), "--set", "train.steps=100000", *more))
-    metrics = tmp_path / "runs" / "run" / "metrics.jsonl"
-    assert within(120, lambda: len(read_lines(metrics)) >= 2)
+    steps_done(tmp_path, 2)
     begin = time.monotonic()
     started[0].processes[1].send_signal(number)
     started[0].processes[0].wait(60)
@@ -196,7 +173,7 @@ def test_a_lost_process_ends_all(
 
 def test_the_end_of_the_command_ends_all(config: Path, tmp_path: Path, started: list[Joined]) -> None:
     started.append(Joined(tmp_path, 2, str(config), "--set", "train.steps=100000"))
-    assert within(120, lambda: len(read_lines(tmp_path / "runs" / "run" / "metrics.jsonl")) >= 1)
+    steps_done(tmp_path, 1)
     started[0].processes[0].kill()
     assert [code for code, *_ in started[0].ended()] == [-signal.SIGKILL, 1]
     nothing_left(tmp_path)

@@ -1,6 +1,9 @@
-"""A validation gives one number for given weights and text: in every layout, and in `transformers`."""
+"""A validation gives one number for given weights and text: in every layout, and in `transformers`.
 
-from collections.abc import Mapping, Sequence
+Within documents: `test_masked_losses`.
+"""
+
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +32,6 @@ LAYOUTS: list[tuple[Sections, int]] = [
     ({"parallel": {"pp": 2, "dp": 3}, "overlap": {"schedule": "megatron", "pipeline": "folded"}}, 2),
     ({"parallel": {"dp": 3, "zero": 3}, "overlap": {"schedule": "ddp"}}, 2),
 ]
-MASKED: list[tuple[Sections, int]] = [({}, 1), ({"parallel": {"dp": 2}}, 4), ({"parallel": {"cp": 2}}, 2)]
 EXPERTS: list[tuple[Sections, int]] = [({}, 1), ({"parallel": {"dp": 2, "ep": 2}}, 2)]
 
 
@@ -46,19 +48,6 @@ def by_ranks(config: Config, data: Path) -> float:
         return sum(map(sum, group.call_all(Rank.validate))) / facts["validation_tokens"]
     finally:
         group.shutdown()
-
-
-def in_layouts(
-    path: Path, data: Path, layouts: Sequence[tuple[Sections, int]], more: Sections
-) -> list[float]:
-    """The same validation in every layout with its size of micro-batches; ``more``: other sections."""
-    train = {"dtype": "fp64", "global_batch": 24, "validation_samples": SAMPLES}
-    found = []
-    for layout, each in layouts:
-        model = {**more.get("model", {}), "initial": str(path / "weights")}
-        sections = {**more, **layout, "model": model, "train": {**train, "micro_batch": each}}
-        found.append(by_ranks(small_config(path / "runs", **sections), data))
-    return found
 
 
 def by_transformers(path: Path, data: Path, kind: str) -> float:
@@ -79,13 +68,11 @@ def test_every_layout_finds_the_loss_that_transformers_finds(
     tmp_path: Path, data: Path, kind: str, model: Mapping[str, Any], layouts: list[tuple[Sections, int]]
 ) -> None:
     expected = by_transformers(tmp_path, data, kind)
-    found = in_layouts(tmp_path, data, layouts, {"model": model})
+    train = {"dtype": "fp64", "global_batch": 24, "validation_samples": SAMPLES}
+    more = {"model": {**model, "initial": str(tmp_path / "weights")}}
+    found = []
+    for layout, each in layouts:
+        sections = {**layout, **more, "train": {**train, "micro_batch": each}}
+        found.append(by_ranks(small_config(tmp_path / "runs", **sections), data))
     assert found == pytest.approx([expected] * len(found), rel=1e-9, abs=0)
-    assert found == pytest.approx(found[:1] * len(found), rel=1e-12, abs=0)
-
-
-def test_documents_change_nothing_of_that(tmp_path: Path, data: Path) -> None:
-    """Which loss is right with them: `tests.cuda.test_combinations`."""
-    by_transformers(tmp_path, data, "llama")
-    found = in_layouts(tmp_path, data, MASKED, {"data": {"document_mask": True}})
     assert found == pytest.approx(found[:1] * len(found), rel=1e-12, abs=0)

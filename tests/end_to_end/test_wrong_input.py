@@ -17,7 +17,6 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """With a corpus and a configuration."""
     write_corpus(tmp_path)
     write_config(tmp_path)
     return tmp_path
@@ -43,26 +42,11 @@ def test_run_directory_in_use(folder: Path) -> None:
         _check(folder, ("runs/run", "in use", "--set name="), "train", "run.yaml")
 
 
-def test_damaged_checkpoints(tmp_path: Path) -> None:
-    """Truncated, flipped, missing: refused by name; an older good one is used, and that is said aloud."""
+def test_other_data_or_model_and_damaged_checkpoints(tmp_path: Path) -> None:
+    """Truncated or flipped: refused by name; an older good one is used, and that is said aloud."""
     write_corpus(tmp_path)
     write_config(tmp_path, checkpoint={"every": 2})
-    assert braid(tmp_path, "train", "run.yaml").code == 0
-    checkpoints = tmp_path / "runs" / "run" / "checkpoints"
-    newest = next(iter(sorted((checkpoints / "step-4").glob("*.distcp"))))
-    newest.write_bytes(newest.read_bytes()[:-7])
-    again = braid(tmp_path, "train", "run.yaml", "--resume", "--set", "checkpoint.keep=9", "--until", "3")
-    assert again.code == 0, again.errors
-    assert "step-4" in again.output
-    assert "falling back to step 2" in again.output
-    for damaged in checkpoints.glob("step-*/*.distcp"):
-        flip(damaged)
-    says = ("step-3", "step-2", "checksum", "no older checkpoint")
-    _check(tmp_path, says, "train", "run.yaml", "--resume")
-
-
-def test_other_data_or_model_cannot_resume(folder: Path) -> None:
-    assert braid(folder, "train", "run.yaml", "--until", "2").code == 0
+    assert braid(tmp_path, "train", "run.yaml", "--until", "3").code == 0
     for override, says in (
         ("model.layers=2", ("layers=4", "layers=2")),
         ("train.seed=7", ("seed=0", "7", "other samples")),
@@ -73,4 +57,15 @@ def test_other_data_or_model_cannot_resume(folder: Path) -> None:
         if "pattern" in override:
             example = ROOT / "docs" / "examples" / "parallel_layer.py"
             arguments += ["--set", f"model.layer.own={example}:ParallelLayer"]
-        _check(folder, says, *arguments)
+        _check(tmp_path, says, *arguments)
+    checkpoints = tmp_path / "runs" / "run" / "checkpoints"
+    newest = next(iter(sorted((checkpoints / "step-3").glob("*.distcp"))))
+    newest.write_bytes(newest.read_bytes()[:-7])
+    again = braid(tmp_path, "train", "run.yaml", "--resume", "--set", "checkpoint.keep=9")
+    assert again.code == 0, again.errors
+    assert "step-3" in again.output
+    assert "falling back to step 2" in again.output
+    for damaged in checkpoints.glob("step-*/*.distcp"):
+        flip(damaged)
+    says = ("step-4", "step-2", "checksum", "no older checkpoint")
+    _check(tmp_path, says, "train", "run.yaml", "--resume")

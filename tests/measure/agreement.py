@@ -29,8 +29,6 @@ FEWEST = 3
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
-    """Step times of one schedule, in seconds."""
-
     before: float
     """Simulated by the profile before the rounds."""
     simulated: float

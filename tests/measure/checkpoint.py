@@ -100,7 +100,6 @@ class Legs:
 
 
 def run(runs: Path, hidden: int, layers: int, rounds: int, steps: int) -> dict[str, Any]:
-    """Measure."""
     content = {
         "name": "checkpoint",
         "runs": str(runs),

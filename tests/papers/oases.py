@@ -45,7 +45,6 @@ row: Final = partial(claim, "Oases")
 
 
 def oases_rows(profile: BlockProfile) -> Iterator[Row]:
-    """Plan the published models."""
     for model in PUBLISHED:
         free = _problem(model, profile)
         planned = plan_degrees(_problem(model, profile, sorted(set(model.strategy))))

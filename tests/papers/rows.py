@@ -19,8 +19,6 @@ POINTS: Final = 4.0
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One figure of a paper."""
-
     paper: str
     figure: str
     """Figure, table or section of the paper."""

@@ -25,8 +25,6 @@ DEGREES: Final = (*((tp, 1) for tp in (1, 2, 4, 8)), *((8, pp) for pp in (2, 4, 
 
 @dataclass(frozen=True)
 class Steps:
-    """The same step under several schedules."""
-
     name: str
     setting: Setting
     cluster: ClusterSpec
@@ -37,7 +35,6 @@ class Steps:
         return 100 * (self.seconds(over) / self.seconds(schedule) - 1)
 
     def seconds(self, schedule: str) -> float:
-        """Time of a step."""
         return self.outcomes[schedule].numbers.step_seconds
 
     @property

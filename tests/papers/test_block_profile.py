@@ -17,7 +17,6 @@ from tests.papers.block_profile import (
     NOT_RUN,
     BlockCosts,
     BlockProfile,
-    BlockSize,
     problem_from_profile,
     read_block_profile,
 )
@@ -26,12 +25,10 @@ from tests.scheduling.test_tensor_degrees import fully_recomputed
 
 PUBLIC = Path(__file__).parents[3] / "shared/data/rtx3090_tmp_profile.csv"
 """The public profile of an RTX 3090 cluster, beside the checkout where somebody put it."""
-GIB = 2**30
 
 
 @cache
 def public_profile() -> BlockProfile:
-    """The public RTX 3090 profile, where somebody put it beside the checkout."""
     if not PUBLIC.exists():
         pytest.skip(f"the public RTX 3090 profile is not at {PUBLIC} and not the project's to ship")
     return read_block_profile(PUBLIC)
@@ -54,52 +51,7 @@ def test_a_profile_is_read_and_its_collectives_fitted(tmp_path: Path, latency: f
     assert fitted_rate == pytest.approx(rate * 1e6 / 2**20, rel=1e-3)
 
 
-def made_up_profile() -> BlockProfile:
-    """Costs that tell degree and batch: forward is batch x 1000 / degree, and so on."""
-
-    def costs(degree: int, batch: int) -> BlockCosts:
-        share = 1000 * batch // degree
-        return BlockCosts(
-            forward_ns=(share, 2 * share),
-            backward_ns=(3 * share, 4 * share),
-            collective_ns=64 * 8 * 4 * batch if degree > 1 else 0,
-            runtime_bytes=100 * batch,
-        )
-
-    sizes = [BlockSize(64, degree, batch) for degree in (1, 2, 4) for batch in (1, 2, 3, 4, 6, 8, 12)]
-    return BlockProfile("made up", 8, 4, {size: costs(size.degree, size.batch) for size in sizes})
-
-
-def made_up_problem(global_batch: int) -> DegreeProblem:
-    """Three layers on the made-up profile and four ranks."""
-    sizes = {"hidden": 64, "layers": 3, "devices": 4, "global_batch": global_batch}
-    return problem_from_profile(made_up_profile(), **sizes, memory_limit_bytes=GIB)
-
-
-def test_a_degree_sets_the_batch_and_its_halves() -> None:
-    problem = made_up_problem(12)
-    assert [option.degree for option in problem.options] == [1, 2, 4]
-    one, two, four = problem.options
-    # 4 ranks, 12 samples: a replica of degree 1 has 3 of them, 2 + 1; of degree 2 has 6; of degree 4 has 12.
-    assert one.forward[0].compute_ns == (2000, 1000)
-    assert one.backward[0].compute_ns == (2000 + 6000, 1000 + 3000)
-    assert one.forward[0].collective_ns == (0, 0)
-    assert two.forward[1].compute_ns == (3000, 3000)
-    assert four.backward[1].compute_ns == (3000 + 6000, 3000 + 6000)
-    message = 8 * 64 * 4
-    assert four.backward[1].collective_ns == (6 * message, 6 * message)
-    saved, states = [2 * 3 * message, 2 * 6 * message, 2 * 12 * message], 12 * 64 * 64 * 16
-    resident = [states // t + kept for t, kept in zip((1, 2, 4), saved, strict=True)]
-    assert [o.resident_bytes for o in problem.options] == resident
-    assert [o.runtime_bytes for o in problem.options] == [300, 600, 1200]
-    # 1 ns per byte of all-reduce, hence 1/2 per byte gathered; half of a replica's samples are elsewhere.
-    assert problem.gather_ns[1, 2] == pytest.approx(3 * message / 2, abs=2)
-    assert problem.gather_ns[2, 4] == pytest.approx(6 * message / 2, abs=2)
-    assert problem.gather_ns[1, 4] == pytest.approx(9 * message / 2, abs=2)
-
-
 def real_problem(*sizes: int, degrees: Sequence[int] | None = None) -> DegreeProblem:
-    """A problem on the public profile."""
     names = ("hidden", "layers", "devices", "global_batch", "memory_limit_bytes")
     return problem_from_profile(public_profile(), **dict(zip(names, sizes, strict=True)), degrees=degrees)
 

@@ -1,4 +1,4 @@
-"""Published figures beside simulated ones: how rows are judged, what the formulas say, what is reported."""
+"""Published figures beside simulated ones: what the formulas say, what is reported."""
 
 import json
 import math
@@ -14,31 +14,8 @@ from braid.scheduling.plan.space import with_schedule
 from tests.papers import dhelix, dhelix_parts
 from tests.papers.dhelix import BATCH_TOKENS
 from tests.papers.dhelix_parts import PARTS, restricted
-from tests.papers.oases import PUBLISHED, strategy_row
 from tests.papers.published import run, show
-from tests.papers.rows import POINTS, percentages
 from tests.papers.steps import chosen_setting
-
-# -- judging -------------------------------------------------------------------------------------------------
-
-
-def test_percentages_fit_where_both_ends_lie_within_points_of_the_range() -> None:
-    for low, high, distance in ((20.0, 30.0, 0.0), (8.0, 30.0, 2.0), (20.0, 47.0, 7.0), (1.0, 41.0, 9.0)):
-        row = percentages("P", "figure 1", "speed", (10, 40), [25.0, low, high])
-        assert (row.simulated, row.fits) == ((low, high), distance <= POINTS)
-        assert row.distance == pytest.approx(distance)
-
-
-# -- DHelix --------------------------------------------------------------------------------------------------
-
-
-def test_chosen_setting_uses_what_memory_there_is() -> None:
-    model, cluster = model_preset("llama-8b"), cluster_preset("a40")
-    roomy = replace(cluster, gpu=replace(cluster.gpu, memory_bytes=400 * 10**9))
-    small = chosen_setting([model], cluster, global_batch=256)
-    large = chosen_setting([model], roomy, global_batch=256)
-    assert small.layout.tp > large.layout.tp == 1
-    assert large.workload.micro_batch > 1
 
 
 def test_parts_of_the_breakdown_give_the_search_more_and_more() -> None:
@@ -50,21 +27,6 @@ def test_parts_of_the_breakdown_give_the_search_more_and_more() -> None:
     assert times == sorted(times, reverse=True)
     assert times[0] < problem.serial_ns
     assert times[-1] == pytest.approx(pair(problem).ns)
-
-
-# -- Oases ----------- --------------------------------------------------------------------------------------
-
-
-BERT = PUBLISHED[0]
-
-
-@pytest.mark.parametrize("ours_ns", [80, 90])
-def test_oases_rows_judge_the_plan(ours_ns: int) -> None:
-    plan = (2,) * 4 + (4,) * 20
-    costs = {plan: ours_ns, BERT.strategy: 85, (4,) * 24: 100}
-    found = strategy_row(BERT, plan, costs.__getitem__)
-    assert found.fits is (ours_ns <= 85)
-    assert found.simulated == pytest.approx(100 * (85 / ours_ns - 1))
 
 
 @pytest.mark.slow

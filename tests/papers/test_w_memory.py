@@ -60,7 +60,6 @@ def peak(schedule: str, layers: int, tables: bool = False) -> int:
 
 
 def largest(schedule: str, tables: bool = False) -> int:
-    """Most layers whose memory fits."""
     low, high = 4, 128
     while high - low > 1:
         middle = (low + high) // 2
