@@ -130,9 +130,7 @@ def test_usable_numbers_of_nodes_give_each_a_rank_and_the_same_sums() -> None:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"cluster": {"launcher": "processes"}}, "cluster.launcher=ray"),
         ({"cluster": {"address": "10.0.0.1:6379"}}, "leave out cluster.address='10.0.0.1:6379'"),
-        ({"elastic": {"max_ranks": None}}, "--set elastic.max_ranks=4"),
         ({"train": {"deterministic_reduction": False}}, "--set train.deterministic_reduction=true"),
         ({"elastic": {"min_ranks": 3}}, "the layout has 2 ranks, elastic allows 3 to 4"),
     ],

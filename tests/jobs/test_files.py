@@ -1,11 +1,8 @@
 """Compressed files, and files at URLs, give the same tokens as plain ones here."""
 
 import bz2
-import functools
 import gzip
-import http.server
 import lzma
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +15,7 @@ from braid.jobs.data.corpus import cut
 from braid.jobs.data.executors import Executor, local_map
 from braid.jobs.data.prepare import prepare
 from tests.jobs.corpora import DOCUMENTS, request_of, stored, write_lines, write_rows
+from tests.servers import Asked, served
 
 
 def zstd(content: bytes) -> bytes:
@@ -100,29 +98,18 @@ def test_urls_of_files_here_are_paths(tmp_path: Path) -> None:
         assert source.path == str(tmp_path / "a.txt")
 
 
-class Quiet(http.server.SimpleHTTPRequestHandler):
-    """Serves whole files only, as many servers do."""
-
-    def log_message(self, *words: object) -> None:
-        pass
-
-
-@pytest.fixture
-def web(tmp_path: Path) -> Iterator[str]:
-    handler = functools.partial(Quiet, directory=str(tmp_path))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
-
-
-def test_files_of_the_web(web: str, tmp_path: Path) -> None:
+def test_files_of_the_web(tmp_path: Path) -> None:
     """Read by processes of their own, from a server that sends no parts."""
+
+    def answer(asked: Asked) -> tuple[int, bytes]:
+        file = tmp_path / asked.path.lstrip("/")
+        return (200, file.read_bytes()) if file.exists() else (404, b"")
+
     write_lines(tmp_path / "a.jsonl", DOCUMENTS)
     (tmp_path / "b.jsonl.zst").write_bytes(zstd((tmp_path / "a.jsonl").read_bytes()))
-    there = tokens(tmp_path / "there", f"{web}/a.jsonl", f"{web}/b.jsonl.zst", executor=local_map)
+    with served(answer, "application/octet-stream") as port:
+        web = f"http://127.0.0.1:{port}"
+        there = tokens(tmp_path / "there", f"{web}/a.jsonl", f"{web}/b.jsonl.zst", executor=local_map)
+        with pytest.raises(ValueError, match=r"^data.files: 'http://.*none.txt' finds no file"):
+            request_of(f"{web}/none.txt")
     assert there == tokens(tmp_path / "here", tmp_path / "a.jsonl", tmp_path / "b.jsonl.zst")
-    with pytest.raises(ValueError, match=r"^data.files: 'http://.*none.txt' finds no file"):
-        request_of(f"{web}/none.txt")

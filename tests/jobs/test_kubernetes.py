@@ -25,11 +25,10 @@ OPTIONS = {
 
 
 @pytest.fixture
-def kubernetes(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> Any:
+def kubernetes(here: Path, capsys: Capture) -> Any:
     """``braid kubernetes run.yaml ARGUMENTS`` in this process: 4 x 8 ranks."""
-    monkeypatch.chdir(tmp_path)
     config = "name: My_run.2\nparallel: {dp: 4, tp: 8}\ndata: {files: ['data/*.jsonl']}\n"
-    (tmp_path / "run.yaml").write_text(config)
+    (here / "run.yaml").write_text(config)
     return partial(called, capsys, "kubernetes", "run.yaml", *COMMON)
 
 

@@ -62,13 +62,6 @@ def test_a_reader_that_does_not_read_holds_nothing_up(monkeypatch: pytest.Monkey
     stream.close()
 
 
-def test_a_stream_that_is_no_file_is_written_to_as_it_is() -> None:
-    text = io.StringIO()
-    with background(text) as out:
-        print("a line", file=out)
-    assert text.getvalue() == "a line\n"
-
-
 def test_an_event_that_cannot_be_shown_ends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     shown = []
 

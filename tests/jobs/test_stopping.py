@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -82,15 +81,6 @@ def test_each_controller_is_told() -> None:
             assert told.get(timeout=10) == "next"
 
 
-def test_another_thread_than_the_main_one_hears_nothing() -> None:
-    def asked() -> bool:
-        with StopSignals().heard() as signals:
-            return signals.asked_at is not None
-
-    with ThreadPoolExecutor(1) as thread:
-        assert thread.submit(asked).result() is False
-
-
 def stopped(run: Path, *saves: str) -> tuple[str, list[str]]:
     """What the command says of a run with saves, and which are left."""
     for name in saves:
@@ -113,12 +103,6 @@ def test_a_run_that_still_ends_keeps_its_files(tmp_path: Path, monkeypatch: pyte
     told, left = stopped(tmp_path, "step-8.tmp-1")
     assert ("there is no checkpoint" in told, left) == (True, ["step-8.tmp-1"])
     lock.release()
-
-
-def test_nothing_else_is_touched(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="of its own"), _explained(tmp_path):
-        raise ValueError("of its own")
-    assert "there is no checkpoint" in stopped(tmp_path / "none")[0]
 
 
 # -- what a command has started for its private cluster ends with it, even if it is killed -------------------
