@@ -15,7 +15,7 @@ from braid.actors.config import Config, ConfigError, parse_config
 from braid.actors.config.machines import WandbConfig
 from braid.actors.controller.records.run_records import CheckpointSaved, Finished, Incident
 from braid.dashboards import sinks as module
-from braid.dashboards.sinks import GoesOnError, InBackground, Sinks, Tracker, scalars
+from braid.dashboards.sinks import Sinks, Tracker, scalars
 from braid.jobs.training.tracking import network_tools, tell_event
 from tests.dashboards.lines import metrics_line
 from tests.servers import Asked, served
@@ -251,39 +251,20 @@ def test_trouble_with_a_webhook_is_told_once_and_later_events_are_tried(
     assert listener.kinds[-1] == "end"
 
 
+@pytest.mark.parametrize(
+    ("most_waiting", "why"),
+    [(1000, "it did not take everything within 0.5 s after the run"), (3, "3 calls wait for it")],
+)
 def test_a_silent_server_never_holds_training_up(
-    tmp_path: Path, listener: Listener, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, listener: Listener, monkeypatch: pytest.MonkeyPatch, most_waiting: int, why: str
 ) -> None:
+    monkeypatch.setattr(module, "_MOST_WAITING", most_waiting)
     monkeypatch.setattr(module, "_CLOSE_SECONDS", 0.5)
     listener.answers.clear()
     with opened(tmp_path, hook(listener.url)) as (sinks, warnings):
         for _ in range(100):
             tell_event(sinks, SAVED)
-    assert warnings == [
-        "telemetry.webhook gets no more numbers of this run, which goes on: it did not take everything "
-        "within 0.5 s after the run"
-    ]
-
-
-def test_calls_that_wait_for_a_server_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MOST_WAITING", 3)
-    gate = threading.Event()
-
-    class Slow(Tracker):
-        def tell(self, kind: str, facts: Any) -> None:
-            gate.wait(30)
-            raise GoesOnError("late")
-
-    tracker = InBackground(Slow)
-    tracker.tell("step", {})
-    assert within(5, lambda: tracker._calls.empty()), "one is under way"
-    for _ in range(3):
-        tracker.tell("step", {})
-    with pytest.raises(TimeoutError, match="3 calls wait for it"):
-        tracker.tell("step", {})
-    gate.set()
-    with pytest.raises(GoesOnError):
-        tracker.close()
+    assert warnings == [f"telemetry.webhook gets no more numbers of this run, which goes on: {why}"]
 
 
 def test_a_secret_address_comes_from_the_environment(
