@@ -237,12 +237,3 @@ def test_export_writes_what_provisioning_reads(tmp_path: Path, capsys: Capture) 
     assert "${" not in readme
     line = refused(capsys, "export", str(folder / "README.md"))
     assert f"DIR={folder / 'README.md'}: cannot write provisioning" in line
-
-
-def test_variables_of_the_readme_are_rays() -> None:
-    """Of the Ray that is installed: a renamed variable would make the exported README wrong."""
-    metrics_head = pytest.importorskip("ray.dashboard.modules.metrics.metrics_head")
-    readme = (RULES.parents[1] / "grafana" / "export.md").read_text()
-    names = ("GRAFANA_HOST", "GRAFANA_IFRAME_HOST", "GRAFANA_ORG_ID", "PROMETHEUS_HOST", "PROMETHEUS_NAME")
-    for name in names:
-        assert f"`{getattr(metrics_head, f'{name}_ENV_VAR')}`" in readme

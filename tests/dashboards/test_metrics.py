@@ -1,4 +1,4 @@
-"""The table of metrics, and what the lines of a run's files become in Prometheus and in Ray."""
+"""The table of metrics, and what the lines of a run's files become in Prometheus."""
 
 import math
 import re
@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from braid.actors.controller.records.step_record import record_of
 from braid.dashboards.metrics import METRICS, Exporter, PrometheusSink
-from tests.dashboards.lines import fill, metrics_line, ranks_line
+from tests.dashboards.lines import EVENTS, PREDICTED, metrics_line, ranks_line
 
 DOCUMENTATION = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 LAYOUT = {"parallel": {"pp": 2, "tp": 2}}
@@ -49,7 +49,11 @@ def test_names_fit_prometheus_and_ray_and_say_their_kind() -> None:
 def test_every_metric_gets_a_value_from_complete_files() -> None:
     record_of(metrics_line(1, ranks=2))  # raises for a field that records do not have
     target, sink = exporter()
-    fill(target)
+    target.take("predicted.json", PREDICTED)
+    target.take("metrics.jsonl", metrics_line(2, ranks=4))
+    target.take("ranks.jsonl", ranks_line(2, ranks=4))
+    for line in EVENTS:
+        target.take("events.jsonl", line)
     found = {name for name, _ in readings(sink)}
     for metric in METRICS.values():
         assert (f"{metric.name}_bucket" if metric.kind == "histogram" else metric.name) in found

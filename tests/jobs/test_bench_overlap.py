@@ -1,7 +1,6 @@
 """`braid bench overlap`: small cases for real, on two emulated hosts, and messages where it cannot run."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -11,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from braid.actors.controller.ranks.processes import ProcessLauncher
-from braid.actors.stage.rank.interface import Rank
-from braid.jobs.bench.overlap_case import LAYOUTS, OverlapCase
+from braid.jobs.bench.overlap_case import LAYOUTS
 from braid.jobs.drill.hosts import two_hosts
 from tests.end_to_end.clusters import require_hosts, run_on
 from tests.end_to_end.command import braid, start
@@ -106,25 +103,6 @@ def test_hosts_of_a_dead_maker_are_removed() -> None:
     subprocess.run(["ip", "netns", "add", orphan], check=True)
     with two_hosts():
         assert orphan not in namespaces(dead.pid)
-
-
-def test_hosts_do_not_share_cpus() -> None:
-    require_hosts()
-    here = os.sched_getaffinity(0)
-    if len(here) < 2:
-        pytest.skip("there is one CPU")
-    with two_hosts() as link:
-        config = OverlapCase(hidden=64, layers=1, tokens=32).config("megatron")
-        group = ProcessLauncher(config, link.places(2)).start(2)
-        try:
-            group.call_all(Rank.pulse)  # they are up
-            first, second = map(os.sched_getaffinity, group.describe()["processes"])
-        finally:
-            group.shutdown()
-    assert first
-    assert second
-    assert not first & second
-    assert first | second <= here
 
 
 def test_without_root_there_is_one_clear_message(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from braid.actors.controller.planning import setting_of
 from braid.jobs.planning import work as planning
-from braid.jobs.planning.view import show_explanation, show_plan, usual_line
+from braid.jobs.planning.view import show_explanation, usual_line
 from braid.scheduling.plan.decide import modelled, simulate_setting, within
 from braid.scheduling.plan.explain import Explanation, WhatIf
 from braid.scheduling.plan.layouts import plan_of, usual_schedules
@@ -108,6 +108,10 @@ def test_the_terminal_shows_plans_and_pictures(says: Says) -> None:
         assert "dp 2" in text
         assert "ZeRO 1" in text
         assert "does not have" not in text
+    text = " ".join(planned.replace("│", " ").split())
+    for part in ("8 layers, hidden 1024, 1,024 tokens", "32 samples, 32,768 tokens a step"):
+        assert part in text
+    assert "usual way" in fitting
 
 
 @pytest.mark.slow
@@ -127,7 +131,10 @@ def test_costs_from_a_profile_file(says: Says) -> None:
 
 
 def test_presets_name_their_sources(says: Says) -> None:
-    presets = found(says, "presets")
+    presets, shown = found(says, "presets"), says("presets")
+    assert {*presets["clusters"], *presets["models"]} <= set(shown.split())
+    assert "\u2026" not in shown
+    assert max(map(len, shown.splitlines())) <= 80
     assert {"a40", "h100", "h200", "b200"} <= set(presets["clusters"])
     assert {"llama-3.1-405b", "mixtral-8x7b", "qwen3-32b", "phi-3.5-moe"} <= set(presets["models"])
     assert all(model["source"] for model in presets["models"].values())
@@ -151,20 +158,6 @@ def plan() -> Plan:
     outcome = simulate_setting(setting("braid", tp=4, pp=2, micro_batches=8), spec)
     found = usual_schedules(outcome, modelled(spec), within(spec.usable_bytes))
     return plan_of(outcome, spec, (), found)
-
-
-def shown(plan: Plan) -> str:
-    file = io.StringIO()
-    show_plan(Console(file=file, width=80), plan, cluster(nodes=2, gpus=4))
-    return " ".join(file.getvalue().replace("│", " ").split())
-
-
-def test_a_plan_says_of_what_it_is(plan: Plan) -> None:
-    text, model = shown(plan), plan.setting.model
-    assert f"{model.layers} layers, hidden {model.hidden}, {model.sequence:,} tokens" in text
-    batch = plan.setting.workload.global_batch
-    assert f"{batch:,} samples, {batch * model.sequence:,} tokens a step" in text
-    assert f"megatron {next(o.step_seconds for o in plan.usual if o.schedule == 'megatron'):.3f} s" in text
 
 
 def test_gains_are_over_the_best_of_the_usual_schedules(plan: Plan) -> None:

@@ -136,7 +136,7 @@ def test_what_is_not_ours_is_not_replaced(tmp_path: Path) -> None:
 
 def test_what_was_made_is_kept_until_something_changes(tmp_path: Path) -> None:
     source = tmp_path / "a.txt"
-    source.write_text("text of the one file")
+    source.write_text('{"text": "the one file"}')
     tokenizer = train_tokenizer(tmp_path / "t.json", ["<eos>"])
 
     def again(**options: Any) -> tuple[bool, str]:
@@ -149,9 +149,10 @@ def test_what_was_made_is_kept_until_something_changes(tmp_path: Path) -> None:
     assert again() == (True, first)
     os.utime(source, ns=(0, 1))  # may have changed: read, and found to be the same
     assert again() == (True, first)
-    source.write_text("text of the ONE file")
+    source.write_text('{"text": "the ONE file"}')
     own = {"tokenizer": str(tokenizer)}
-    for options in ({}, {"validation_fraction": 0.3}, {"encoding_errors": "skip"}, own):
+    other = {"validation_fraction": 0.3}, {"encoding_errors": "skip"}, {"format": "jsonl"}, own
+    for options in ({}, *other):
         assert not again(**options)[0]
     assert again(**own)[0]
     train_tokenizer(tokenizer, ["</s>", "<pad>"])
