@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -157,12 +158,8 @@ def test_a_checkpoint_that_goes_away_meanwhile(
 ) -> None:
     """A run removes old ones while somebody reads them."""
 
-    def verify_too_late(path: Path) -> None:
-        file = weights(path)
-        shutil.rmtree(path)
-        file.stat()
-
-    monkeypatch.setattr("braid.jobs.commands.checkpoint.verify", verify_too_late)
+    gone = FileNotFoundError(errno.ENOENT, "No such file or directory", str(weights(step(run, 2))))
+    monkeypatch.setattr("braid.jobs.commands.checkpoint.verify", Mock(side_effect=gone))
     refused(command("verify", step(run, 2)), "step-2", "__0_0.distcp cannot be read")
 
 

@@ -10,7 +10,6 @@ import fsspec
 import pyarrow as pa
 import pytest
 
-from braid.jobs.data import corpus as corpus_module
 from braid.jobs.data.corpus import cut
 from braid.jobs.data.executors import Executor, local_map
 from braid.jobs.data.prepare import prepare
@@ -25,12 +24,8 @@ def zstd(content: bytes) -> bytes:
     return bytes(sink.getvalue())
 
 
+pytestmark = pytest.mark.usefixtures("small_items")
 PACKED = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zst": zstd}
-
-
-@pytest.fixture(autouse=True)
-def small_items(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus_module, "_SMALLEST_ITEM_BYTES", 2000)
 
 
 def tokens(folder: Path, *files: Path | str, executor: Executor = map) -> dict[str, list[str]]:
