@@ -1,6 +1,5 @@
 """Formats, files and documents: what goes in comes out, and what is wrong is told in one line."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -111,7 +110,7 @@ def test_exclude_goes_by_name_or_by_path(tmp_path: Path) -> None:
     found = request_of(tmp_path / "**/*.txt", exclude=["two.*", "*/b/*"])
     assert [Path(source.path).name for source in found.sources] == ["one.txt"]
     found = request_of("python-stdlib", exclude=["*/encodings/*"])
-    assert str(Path(json.__file__)) in {source.path for source in found.sources}
+    assert any(source.path.endswith("json/__init__.py") for source in found.sources)
 
 
 def test_large_documents_and_shards_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 """The planning commands as a user runs them: output, files, `--json`, what they load, what they gain."""
 
-import io
 import json
 import shlex
 from collections.abc import Callable
@@ -9,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from braid.actors.controller.planning import setting_of
 from braid.jobs.planning import work as planning
-from braid.jobs.planning.view import show_explanation, usual_line
+from braid.jobs.planning.view import usual_line
 from braid.scheduling.plan.decide import modelled, simulate_setting, within
-from braid.scheduling.plan.explain import Explanation, WhatIf
 from braid.scheduling.plan.layouts import plan_of, usual_schedules
 from braid.scheduling.plan.plan import Plan, RunnerUp
 from tests.architecture.test_imports import loaded_after
@@ -167,20 +164,3 @@ def test_gains_are_over_the_best_of_the_usual_schedules(plan: Plan) -> None:
     line = usual_line(replace(ours, usual=(usual("ddp", 5.05), usual("megatron", 7.0))))
     assert "the plan is 1.0% faster than ddp, less than the simulator can tell (2%)" in line
     assert line.endswith("overlap beyond that gains nothing here")
-
-
-def test_what_hurts_stands_apart_from_what_helps(plan: Plan) -> None:
-    spec = cluster(nodes=2, gpus=4)
-    found = (
-        WhatIf(change="2x memory", step_seconds=1.0, speedup=1.2, layout="dp 8"),
-        WhatIf(change="2x batch", step_seconds=2.0, speedup=1.001, layout="dp 8"),
-        WhatIf(change="2x bandwidth", step_seconds=2.0, speedup=0.97, layout="dp 8"),
-    )
-    outcome = simulate_setting(setting("braid", tp=4, pp=2, micro_batches=8), spec)
-    file = io.StringIO()
-    explanation = Explanation(plan=plan, outcome=outcome, ideal_overlap_seconds=1.0, what_if=found)
-    show_explanation(Console(file=file, width=80), explanation)
-    helps, _, not_help = file.getvalue().partition("what does not help: ")
-    assert "2x memory" in helps
-    assert "2x b" not in helps
-    assert not_help.split() == ["2x", "batch", "(x", "1.001),", "2x", "bandwidth", "(x", "0.970)"]

@@ -17,7 +17,7 @@ import pytest
 
 from braid.actors.controller.ranks.group import StoppedError
 from braid.actors.controller.state.locks import FileHold
-from braid.jobs.training import stopping, train
+from braid.jobs.training import train
 from braid.jobs.training.stopping import SecondSignalError, StopSignals
 from braid.jobs.training.train import _explained
 from tests.waiting import alive, within
@@ -49,14 +49,6 @@ def test_a_run_is_asked_to_stop_once_however_many_signals_come_together(number: 
         send(number)
         assert asked.acquire(timeout=10)
         assert not asked.acquire(timeout=0.1)
-
-
-def test_a_second_signal_ends_the_command_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stopping, "_SAME_SECONDS", 0.0)
-    with StopSignals().heard() as signals, signals.calling(lambda: None):
-        send(signal.SIGTERM)
-        with pytest.raises(SecondSignalError):
-            send(signal.SIGTERM)
 
 
 def test_a_signal_that_is_ignored_stays_so_and_one_after_the_run_changes_nothing() -> None:
