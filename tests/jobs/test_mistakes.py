@@ -219,6 +219,11 @@ MISTAKES = [
     Mistake(f"{TENSORS} cut-gather", "--faults cut-gather: |--set parallel.zero=1"),
     Mistake(f"{NODES} node-lost --launcher processes", "need cluster.launcher=ray"),
     Mistake(f"{NODES} node-lost --set elastic={{}}", "--set elastic.max_ranks=4"),
+    Mistake(f"{NODES} node-lost --set cluster.address=h:1", "leave out cluster.address='h:1'"),
+    Mistake(
+        f"{NODES} node-lost --set train.deterministic_reduction=false", "--set train.deterministic_reduction"
+    ),
+    Mistake(f"{NODES} node-lost --set elastic.min_ranks=3", "has 2 ranks, elastic allows 3 to 4", torch=True),
     Mistake(
         f"{NODES} node-lost --count 2", "0 nodes that join and 2 that leave, beginning with 2", torch=True
     ),
