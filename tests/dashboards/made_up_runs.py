@@ -56,7 +56,6 @@ def outcome(ranks: int) -> Outcome:
 
 @cache
 def predicted(ranks: int) -> dict[str, Any]:
-    """The content of ``predicted.json``."""
     made = outcome(ranks)
     serial = simulate_setting(with_schedule(made.setting, "megatron"), _cluster(ranks)).numbers
     alpha = serial.exposed_seconds / serial.step_seconds
@@ -226,7 +225,6 @@ def _solo_ns(rank: RankRun) -> Iterator[float]:
 
 
 def made_up(path: Path, ranks: int, steps: int, **options: Any) -> MadeUpRun:
-    """A finished made-up run of so many steps."""
     run = MadeUpRun(path, ranks, steps=steps, **options)
     for _ in range(steps):
         run.step()

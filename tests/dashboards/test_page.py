@@ -42,7 +42,6 @@ LONGEST = """(() => {
 
 
 def looking(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """A test that awaits what the browser answers."""
 
     @functools.wraps(test)
     def run(*given: Any, **named: Any) -> None:

@@ -191,7 +191,6 @@ def test_links_are_not_followed(run: Path, tmp_path: Path) -> None:
 
 
 def test_the_layout_is_told_axis_by_axis_and_the_cluster_rank_by_rank(tmp_path: Path) -> None:
-    """On Ray, and of plain processes."""
     (tmp_path / "config.yaml").write_text("name: x\nparallel: {pp: 2, dp: 4, tp: 3, ep: 4}\n")
     (tmp_path / "cluster.json").write_text(json.dumps({"ranks": [{}] * 24}))
     state = read(tmp_path).state()

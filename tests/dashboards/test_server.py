@@ -30,7 +30,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def asked(run: Path, question: Callable[[TestClient[Any, Any]], Awaitable[Any]], **options: Any) -> Any:
-    """What a question to the server of a run comes to."""
 
     async def ask() -> Any:
         made = TestServer(make_app(run, **options))

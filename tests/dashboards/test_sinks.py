@@ -201,7 +201,6 @@ def asking(**telemetry: Any) -> Config:
 
 
 def hook(url: str, **options: Any) -> dict[str, Any]:
-    """The tools of a run that has a webhook."""
     return network_tools(asking(webhook={"url": url, **options}).telemetry)
 
 

@@ -29,7 +29,6 @@ class State:
 
     @property
     def writes(self) -> list[tuple[str, str]]:
-        """Requests that change something."""
         return [request for request in self.asked if request[0] != "GET"]
 
     def add(self, name: str, status: str, metadata: dict[str, str]) -> None:

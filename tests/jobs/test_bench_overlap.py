@@ -35,7 +35,6 @@ def left_over() -> set[str]:
 
 
 def benched(folder: Path, words: str) -> dict[str, Any]:
-    """What a small benchmark finds."""
     outcome = braid(folder, "bench", "overlap", *SMALL, *words.split(), "--json", timeout=240)
     assert outcome.code == 0, outcome.errors
     return dict(json.loads(outcome.output))

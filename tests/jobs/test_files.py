@@ -59,7 +59,6 @@ def test_compressed_files(tmp_path: Path, ending: str) -> None:
 
 @pytest.fixture
 def memory() -> Iterator[str]:
-    """A folder at a URL."""
     yield "memory://corpus"
     fsspec.filesystem("memory").rm("/corpus", recursive=True)
 

@@ -47,7 +47,6 @@ def texts(folder: Path) -> list[str]:
 
 
 def write_sets(folder: Path) -> Path:
-    """Two files of the split train, one of test."""
     (folder / "data").mkdir(parents=True)
     import pyarrow as pa
 

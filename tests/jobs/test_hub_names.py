@@ -28,7 +28,6 @@ NEVER = ("pytorch_model.bin", "README.md", "modeling.py", "onnx/config.json")
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder to work in."""
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "corpus.txt").write_text("".join(DOCUMENTS) * 40, encoding="utf-8")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))

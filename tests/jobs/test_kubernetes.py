@@ -33,7 +33,6 @@ def kubernetes(here: Path, capsys: Capture) -> Any:
 
 
 def made(outcome: Outcome) -> list[Any]:
-    """The documents of a manifest."""
     assert (outcome.code, outcome.errors) == (0, "")
     return list(yaml.safe_load_all(outcome.output))
 

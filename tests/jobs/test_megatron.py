@@ -43,7 +43,6 @@ def drawn(seed: int, documents: int = 200, most: int = 127) -> list[list[np.ndar
 
 
 def with_ends(documents: Documents) -> list[np.ndarray]:
-    """What shards hold of documents."""
     whole = [np.concatenate(document) for document in documents]
     return [one if one[-1] == END else np.append(one, END) for one in whole if len(one)]
 
@@ -160,7 +159,6 @@ def test_half_a_pair_and_urls_are_refused(tmp_path: Path) -> None:
 
 
 def test_sequences_may_lie_anywhere(tmp_path: Path) -> None:
-    """The index says where they begin, in any order."""
     write_pair(tmp_path / "a", [[np.array([1, 2]), np.array([3])], [np.array([4, 5])]])
     edited(tmp_path, POINTERS, struct.pack("<qqq", 6, 4, 0))
     pair = TokenPair.open(str(tmp_path / "a.idx"))

@@ -278,7 +278,6 @@ MISTAKES = [
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Made]:
-    """What became of every mistake, by its call."""
     folder = tmp_path_factory.mktemp("mistakes")
     for name, content in FILES.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -32,7 +32,6 @@ def test_what_is_written_arrives_in_order() -> None:
 def test_a_reader_that_has_seen_enough_and_a_full_disk_end_nothing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Told once, in one line."""
     reading, stream = pipe()
     os.close(reading)
     full = Path("/dev/full").open("w", encoding="utf-8")  # noqa: SIM115

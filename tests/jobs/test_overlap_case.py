@@ -32,8 +32,6 @@ HOSTS = (Host("first", "10.0.0.1"), Host("second", "10.0.0.2"))
 
 
 class NotedLink(Hosts):
-    """Its rate is only noted."""
-
     mbit = 0.0
 
     def shape(self, mbit: float, message_bytes: float, inside_mbit: float | None = None) -> None:

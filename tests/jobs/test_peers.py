@@ -61,7 +61,6 @@ Trained = tuple[list[float], dict[str, Tensor]]
 
 
 def plain_training(changes: Mapping[str, Any]) -> tuple[Trained, list[float]]:
-    """What the plain loop reaches, and its gradient norms."""
     model = plain_model()
     constant: dict[str, Any] = {"steps": 1, "min_lr_fraction": 1.0, "warmup_steps": 0}
     trainer = PlainTrainer(model, TrainConfig(**{**constant, **OPTIMIZER, **changes}))

@@ -67,7 +67,6 @@ def rows_that_fit(text: str) -> int:
 
 @pytest.mark.slow
 def test_plan_simulate_explain_compare(says: Says) -> None:
-    """The way from a configuration to an explained plan."""
     plan = found(says, "plan small.yaml --set parallel=auto --output plan.yaml")
     assert plan["plan"]["score"] == plan["score"]
     assert plan["runners_up"]

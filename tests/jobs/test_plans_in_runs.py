@@ -42,7 +42,6 @@ def planned(folder: Path, **changed: Mapping[str, Any]) -> Path:
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The plan of `CONTENT`."""
     return planned(tmp_path_factory.mktemp("plan"))
 
 

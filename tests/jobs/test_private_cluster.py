@@ -29,7 +29,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.own_process, pytest.mark.timeout(400
 
 
 def authentication() -> dict[str, str]:
-    """What the environment says of it."""
     return {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH_")}
 
 

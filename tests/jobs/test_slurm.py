@@ -180,7 +180,6 @@ def test_the_container_file_copies_what_is_there() -> None:
 
 
 def test_the_scripts_of_the_page_can_be_written(here: Path, capsys: Capture) -> None:
-    """With the configuration of the README."""
     page = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
     (line,) = (line for line in page.splitlines() if line.startswith("$ braid slurm"))
     write_first(here)

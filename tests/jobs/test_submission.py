@@ -220,13 +220,11 @@ def test_an_address_that_is_none(capsys: Capture) -> None:
 
 @pytest.fixture
 def silent() -> Iterator[int]:
-    """The port of a server that takes connections and never says a word."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 
 
 def test_nobody_answers(silent: int, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    """At a port that is closed, and at one where nothing is said."""
     monkeypatch.setattr(submission, "_CONNECT_SECONDS", 0.2)
     with job_server() as gone:
         closed = gone.port
@@ -235,7 +233,6 @@ def test_nobody_answers(silent: int, monkeypatch: pytest.MonkeyPatch, capsys: Ca
 
 
 def test_a_server_that_goes_away(server: State, braid: Braid) -> None:
-    """Between two questions."""
     server.add("first", "RUNNING", {"braid_run": "first"})
     server.silent_after = 2  # the version, asked twice
     failed(braid("jobs", "status", "first"), "braid: the job server answers no more: ")

@@ -31,7 +31,6 @@ def word_level(path: Path, vocabulary: dict[str, int], special: list[str], **mod
 
 
 def beside(path: Path, **files: Any) -> None:
-    """JSON files beside a tokenizer, by name without ending."""
     for name, content in files.items():
         path.with_name(f"{name}.json").write_text(json.dumps(content))
 
