@@ -125,18 +125,6 @@ def test_usable_numbers_of_nodes_give_each_a_rank_and_the_same_sums() -> None:
     assert usable_nodes(elastic_config(model=model, parallel={"dp": 4, "ep": 2})) == {2, 4}
 
 
-@given(st.integers(1, 8), st.integers(0, 1000))
-def test_every_rank_and_place_can_be_hit(ranks: int, seed: int) -> None:
-    for planned in plan_drill(list(KINDS), 1, seed):
-        fault = planned.in_rank(ranks)
-        assert (fault is not None) == (KINDS[planned.kind].in_rank is not None)
-        if fault is not None:
-            assert 0 <= fault.rank < ranks
-            assert 0 <= fault.place < 1
-            assert (fault.name, fault.step) == (planned.name, planned.step)
-            assert (fault.kind, fault.phase) == KINDS[planned.kind].in_rank
-
-
 def test_faults_are_listed(capsys: Capture) -> None:
     listed = called(capsys, "drill", "run.yaml", "--list")
     assert listed.code == 0

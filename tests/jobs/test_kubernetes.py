@@ -103,7 +103,6 @@ WRONG = {
     "--mount data": "--mount data",
     "--set cluster.launcher=processes": "cluster.launcher='processes'",
     f"--set name={'x' * 48}": "too long for Kubernetes",
-    "--set name=../x": "name",
     "--output nowhere/x.yaml": "--output nowhere/x.yaml",
 }
 

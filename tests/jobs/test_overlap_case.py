@@ -9,11 +9,9 @@ from braid.actors.config import Config
 from braid.actors.controller.planning import model_graphs, plan_run
 from braid.jobs.bench import overlap
 from braid.jobs.bench.overlap_case import LAYOUTS, OverlapCase
-from braid.jobs.bench.peers import KINDS
 from braid.jobs.drill.hosts import Host, Hosts
 from braid.scheduling.cost.analytic import analytic_profile
 from braid.scheduling.cost.profile import Profile
-from braid.scheduling.generate.named import ScheduleName
 from braid.scheduling.mesh.cluster import Link
 from braid.scheduling.model.presets.library import cluster_preset
 from tests.in_process import Capture, called, refused
@@ -37,13 +35,6 @@ class NotedLink(Hosts):
     def shape(self, mbit: float, message_bytes: float, inside_mbit: float | None = None) -> None:
         assert (message_bytes, inside_mbit) == (REPLICAS.message_bytes, None)
         self.mbit = mbit
-
-
-def test_every_layout_begins_with_the_serial_schedule() -> None:
-    for layout in LAYOUTS.values():
-        assert layout.schedules[0] == "megatron"
-        assert [str(ScheduleName.parse(name)) for name in layout.schedules] == [*layout.schedules]
-    assert {peer for layout in LAYOUTS.values() for peer in layout.peers} == {*KINDS}
 
 
 def test_a_balanced_load_is_part_of_the_model_that_ranks_get() -> None:
