@@ -37,9 +37,9 @@ def read(directory: Path) -> RunData:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of 8 ranks and 4 steps, of which rank 3 is slow."""
+    """A finished run of 8 ranks and 4 steps."""
     path = tmp_path_factory.mktemp("runs") / "finished"
-    made_up(path, 8, 4, slow=(3,))
+    made_up(path, 8, 4)
     return path
 
 
