@@ -85,7 +85,6 @@ class Tab:
         await self.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     async def key(self, key: str) -> None:
-        """Press a key, named as in ``KeyboardEvent.key``."""
         text = {"text": key} if len(key) == 1 else {}
         await self.send("Input.dispatchKeyEvent", type="keyDown", key=key, **text)
         await self.send("Input.dispatchKeyEvent", type="keyUp", key=key)

@@ -3,9 +3,8 @@
 It is our reading, and was compared with no Grafana. Sources, in the repository grafana/grafana:
 ``kinds/dashboard/dashboard_kind.cue`` (dashboard, panel, fields, thresholds, grid, variables, annotations,
 links), ``panelcfg.cue`` of each panel under ``public/app/plugins/panel``, and
-``packages/grafana-schema/src/common/mudball.cue`` (what panels share). The heatmap's own options are not
-closed there; queries and annotations are as Grafana's own dashboards hold them. Bodies of requests are those
-of Grafana's HTTP interface.
+``packages/grafana-schema/src/common/mudball.cue`` (what panels share). Queries and annotations are as
+Grafana's own dashboards hold them. Bodies of requests are those of Grafana's HTTP interface.
 """
 
 from typing import Annotated, Any, Literal
@@ -18,15 +17,15 @@ Column = Annotated[int, Field(ge=0, le=24)]
 Colour = matching(r"^#[0-9A-F]{6}$")
 
 DataSource = model(type=Literal["prometheus"], uid=Text)
+Look = dict[str, Any]
+"""What changes nothing but looks, and is not checked: lines, legends, colours of thresholds."""
 Color = model(mode=one_of("thresholds fixed shades"), fixedColor=Colour)
-Thresholds = model(mode=one_of("absolute percentage"), steps=some(model(value=float | None, color=Colour)))
-LineStyle = model(fill=one_of("solid dash dot square"), dash=list[float])
 Override = model(
     matcher=model(id=one_of("byName byFrameRefID"), options=str),
     properties=some(
         model(id=Literal["color"], value=Color)
-        | model(id=Literal["custom.lineStyle"], value=LineStyle)
         | model(id=one_of("displayName unit"), value=str)
+        | model(id=Literal["custom.lineStyle"], value=Look)
     ),
 )
 Target = model(
@@ -38,46 +37,13 @@ Target = model(
     format=one_of("time_series table heatmap"),
     **each(bool, "range instant"),
 )
-Scale = model(type=one_of("linear log ordinal symlog"), optional={"log": float | None})
-CUSTOM = {
-    "timeseries": model(
-        drawStyle=one_of("line bars points"),
-        showPoints=one_of("auto never always"),
-        spanNulls=bool | float,
-        scaleDistribution=Scale,
-        stacking=model(mode=one_of("none normal percent"), group=str),
-        thresholdsStyle=model(mode=one_of("off line dashed area")),
-        **each(float, "lineWidth fillOpacity"),
-    ),
-    **each(model(), "stat table"),
-    "heatmap": dict[str, Any],
-}
-Legend = model(
-    displayMode=one_of("list table hidden"),
-    placement=one_of("bottom right"),
-    showLegend=bool,
-    calcs=list[str],
-)
-OPTIONS = {
-    "timeseries": model(
-        legend=Legend, tooltip=model(mode=one_of("single multi none"), sort=one_of("asc desc none"))
-    ),
-    "stat": model(
-        reduceOptions=model(values=bool, calcs=list[str], fields=str),
-        orientation=one_of("auto vertical horizontal"),
-        graphMode=one_of("none line area"),
-        colorMode=one_of("value background background_no_gradient none"),
-        justifyMode=one_of("auto center"),
-        textMode=one_of("auto value value_and_name name none"),
-    ),
-    "table": model(showHeader=bool),
-    "heatmap": dict[str, Any],
-}
+REDUCED = model(values=bool, calcs=list[str], fields=str)
+STAT = model(ConfigDict(extra="allow", strict=True), reduceOptions=REDUCED)
 
 
 def panel(kind: str) -> Any:
     ends = each(float | None, "min max")
-    defaults = model(unit=str, color=Color, thresholds=Thresholds, custom=CUSTOM[kind], optional=ends)
+    defaults = model(unit=str, color=Color, thresholds=Look, custom=Look, optional=ends)
     return model(
         id=Size,
         type=Literal[kind],
@@ -85,7 +51,7 @@ def panel(kind: str) -> Any:
         gridPos=model(h=Size, w=Size, x=Column, y=Count),
         targets=some(Target),
         fieldConfig=model(defaults=defaults, overrides=list[Override]),
-        options=OPTIONS[kind],
+        options=STAT if kind == "stat" else Look,
         transformations=list[model(id=one_of("merge organize"), options=dict[str, Any])],
         transparent=bool,
         **each(Text, "title description"),

@@ -38,7 +38,6 @@ class State:
     failure: Failure | None = None
 
     def kept(self) -> str:
-        """All that was stored, as text that can be compared."""
         return json.dumps([self.folders, self.datasources, self.dashboards], sort_keys=True)
 
     @property

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from braid.actors.controller.records.routing import ExpertNumbers
-from braid.dashboards.metrics import Exporter
 
 BEGIN = 1_760_000_000.0
 """Unix time at which step 0 ended."""
@@ -85,13 +84,3 @@ def ranks_line(step: int, ranks: int) -> dict[str, Any]:
         "dropped_spans": [10 * step] * ranks,
         "sampled_every": [1] * ranks,
     }
-
-
-def fill(target: Exporter) -> None:
-    """Give an exporter two steps of four ranks, the prediction, and an event of every kind."""
-    target.take("predicted.json", PREDICTED)
-    for step in (1, 2):
-        target.take("metrics.jsonl", metrics_line(step, ranks=4))
-        target.take("ranks.jsonl", ranks_line(step, ranks=4))
-    for line in EVENTS:
-        target.take("events.jsonl", line)

@@ -16,7 +16,6 @@ import yaml
 
 from braid.actors.controller.decisions import prediction
 from braid.actors.controller.records.reporting import overlap_fields, rank_fields
-from braid.actors.controller.records.step_record import StepRecord
 from braid.actors.stage.rank.messages import SerialStep, StepResult
 from braid.scheduling.cost.engine import RankRun
 from braid.scheduling.generate.setting import Setting
@@ -57,7 +56,6 @@ def outcome(ranks: int) -> Outcome:
 
 @cache
 def predicted(ranks: int) -> dict[str, Any]:
-    """The content of ``predicted.json``."""
     made = outcome(ranks)
     serial = simulate_setting(with_schedule(made.setting, "megatron"), _cluster(ranks)).numbers
     alpha = serial.exposed_seconds / serial.step_seconds
@@ -169,27 +167,16 @@ class MadeUpRun:
         results = [self._result(rank) for rank in range(self.ranks)]
         seconds = max(result.seconds for result in results)
         self._clock += round(seconds * 1e9)
-        setting, simulated = self._outcome.setting, self._outcome.numbers
-        loss = 2.0 + 8.4 * 0.93**self.done + 0.05 * float(self._random.random())
-        validated = self.done % 5 == 0
-        record = StepRecord(
-            step=self.done,
-            loss=loss,
-            grad_norm=1.0 + float(self._random.random()),
-            lr=3e-4,
-            seconds=seconds,
-            tokens=setting.workload.global_batch * SHAPE.sequence,
-            **overlap_fields([result.overlap for result in results]),
-            peak_bytes=tuple(result.peak_bytes for result in results),
-            validation_loss=loss if validated else None,
-            validation_bits_per_byte=loss / 2.8 if validated else None,
-            time=self._clock / 1e9,
-            mfu=(simulated.mfu or 0.0) * simulated.step_seconds / seconds,
-        )
-        line = {"step": self.done, "time": record.time, **rank_fields(results)}
-        self._append("ranks.jsonl", line)
-        experts = self._routed() if self.experts else None
-        self._append("metrics.jsonl", {**asdict(record), "experts": experts})
+        times = {"seconds": seconds, "wall_seconds": seconds, "time": self._clock / 1e9}
+        self._append("ranks.jsonl", {"step": self.done, "time": times["time"], **rank_fields(results)})
+        overlap = overlap_fields([result.overlap for result in results])
+        line = {**metrics_line(self.done, self.ranks), **times, **overlap}
+        # An expert of the first layer gets no visit.
+        visits = [[1000 * expert + layer + self.done for expert in range(EXPERTS)] for layer in range(6)]
+        visits[0][1] = 0
+        layers = list(range(len(visits)))
+        experts = {**line["experts"], "unvisited": 1, "layers": layers, "visits": visits}
+        self._append("metrics.jsonl", {**line, "experts": experts if self.experts else None})
 
     def _result(self, rank: int) -> StepResult:
         """What a rank tells of a step, whose spans are written."""
@@ -226,13 +213,6 @@ class MadeUpRun:
         wait["label"] = next(n for n, label in enumerate(stage.labels.all) if label.stream is Stream.INTRA)
         return np.concatenate([records, wait])
 
-    def _routed(self) -> dict[str, Any]:
-        """Numbers of a mixture of experts; an expert of the first layer gets no visit."""
-        visits = self._random.multinomial(1 << 18, [1 / EXPERTS] * EXPERTS, size=6)
-        visits[0, 1] = 0
-        numbers = metrics_line(self.done, ranks=1)["experts"]
-        return {**numbers, "unvisited": 1, "layers": list(range(6)), "visits": visits.tolist()}
-
     def finish(self) -> None:
         self.note("finished", self.done, "complete")
         (self.path / "report.json").write_text(json.dumps({"complete": True}), encoding="utf-8")
@@ -245,7 +225,6 @@ def _solo_ns(rank: RankRun) -> Iterator[float]:
 
 
 def made_up(path: Path, ranks: int, steps: int, **options: Any) -> MadeUpRun:
-    """A finished made-up run of so many steps."""
     run = MadeUpRun(path, ranks, steps=steps, **options)
     for _ in range(steps):
         run.step()

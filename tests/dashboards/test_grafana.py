@@ -153,9 +153,7 @@ def test_push_restores_what_was_changed_and_leaves_the_rest(stub: Stub, capsys: 
         (401, '{"message": "Invalid API key"}', "401, the token is not accepted; make a new one"),
         (403, '{"message": "Access denied"}', "role Editor.*Access denied"),
         (404, "<html>nothing</html>", "404, there is no such page.*path"),
-        (409, '{"message": "taken"}', "409, look into Grafana's log.*taken"),
         (500, '{"message": "disk\\nfull"}', "500, look into Grafana's log.*disk full"),
-        (502, "<html>a message of nginx</html>", "not Grafana's JSON"),
         (200, "<html>Log in</html>", "not Grafana's JSON; is this Grafana"),
         (200, '"a word"', "not Grafana's JSON"),
         (400, f'{{"message": "what is {TOKEN}?"}}', r"what is \*\*\*\?"),
@@ -239,12 +237,3 @@ def test_export_writes_what_provisioning_reads(tmp_path: Path, capsys: Capture) 
     assert "${" not in readme
     line = refused(capsys, "export", str(folder / "README.md"))
     assert f"DIR={folder / 'README.md'}: cannot write provisioning" in line
-
-
-def test_variables_of_the_readme_are_rays() -> None:
-    """Of the Ray that is installed: a renamed variable would make the exported README wrong."""
-    metrics_head = pytest.importorskip("ray.dashboard.modules.metrics.metrics_head")
-    readme = (RULES.parents[1] / "grafana" / "export.md").read_text()
-    names = ("GRAFANA_HOST", "GRAFANA_IFRAME_HOST", "GRAFANA_ORG_ID", "PROMETHEUS_HOST", "PROMETHEUS_NAME")
-    for name in names:
-        assert f"`{getattr(metrics_head, f'{name}_ENV_VAR')}`" in readme

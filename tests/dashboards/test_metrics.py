@@ -1,11 +1,7 @@
-"""The table of metrics, and what the lines of a run's files become in Prometheus and in Ray."""
+"""The table of metrics, and what the lines of a run's files become in Prometheus."""
 
 import math
-import re
-import threading
-import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +9,8 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from braid.actors.controller.records.step_record import record_of
-from braid.dashboards.metrics import METRICS, Exporter, PrometheusSink, RaySink
-from braid.dashboards.metrics_feed import told_to_ray
-from tests.dashboards.lines import fill, metrics_line, ranks_line
-from tests.waiting import within
+from braid.dashboards.metrics import METRICS, Exporter, PrometheusSink
+from tests.dashboards.lines import EVENTS, PREDICTED, metrics_line, ranks_line
 
 DOCUMENTATION = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 LAYOUT = {"parallel": {"pp": 2, "tp": 2}}
@@ -44,17 +38,14 @@ def exporter() -> tuple[Exporter, PrometheusSink]:
     return target, sink
 
 
-def test_names_fit_prometheus_and_ray_and_say_their_kind() -> None:
-    for metric in METRICS.values():
-        assert re.fullmatch(r"braid_[a-z][a-z_]*[a-z]", metric.name)  # Ray takes no colon, and no other sign
-        assert metric.name.endswith("_total") == (metric.kind == "counter")
-        assert not re.search(r"_(bucket|count|sum|created|info)$", metric.name)
-
-
 def test_every_metric_gets_a_value_from_complete_files() -> None:
     record_of(metrics_line(1, ranks=2))  # raises for a field that records do not have
     target, sink = exporter()
-    fill(target)
+    target.take("predicted.json", PREDICTED)
+    target.take("metrics.jsonl", metrics_line(2, ranks=4))
+    target.take("ranks.jsonl", ranks_line(2, ranks=4))
+    for line in EVENTS:
+        target.take("events.jsonl", line)
     found = {name for name, _ in readings(sink)}
     for metric in METRICS.values():
         assert (f"{metric.name}_bucket" if metric.kind == "histogram" else metric.name) in found
@@ -152,77 +143,6 @@ def test_what_lines_become(case: str) -> None:
         labels = dict(zip(("stage", "rank") if len(places) == 2 else ("set",), places, strict=False))
         told = value(sink, f"braid_{name}", **labels)
         assert told == (None if wanted is None else pytest.approx(wanted, nan_ok=True)), text
-
-
-Calls = dict[str, list[tuple[float, dict[str, str]]]]
-
-
-def recording() -> tuple[SimpleNamespace, Calls]:
-    """What stands for ``ray.util.metrics``, and what the metrics made with it are told, by name."""
-    told: Calls = {}
-
-    def make(name: str, description: str = "", *, tag_keys: tuple[str, ...], boundaries: Any = None) -> Any:
-        calls = told[name] = []
-
-        def tell(value: float, tags: dict[str, str]) -> None:
-            assert tuple(tags) == tag_keys
-            calls.append((value, tags))
-
-        return SimpleNamespace(set=tell, inc=tell, observe=tell)
-
-    return SimpleNamespace(Gauge=make, Counter=make, Histogram=make), told
-
-
-def test_ray_gets_the_same_readings() -> None:
-    module, made = recording()
-    target, sink = exporter()
-    for one in (Exporter(RaySink(module), "demo"), target):
-        one.take("config.yaml", LAYOUT)
-        fill(one)
-    seen = readings(sink)
-    for metric in METRICS.values():
-        calls = made[metric.name]
-        assert calls, metric
-        for labels in {frozenset(tags.items()) for _, tags in calls}:
-            mine = [v for v, tags in calls if frozenset(tags.items()) == labels]
-            match metric.kind:
-                case "gauge":
-                    assert seen[metric.name, labels] == mine[-1]
-                case "counter":
-                    assert min(mine) > 0, "Ray refuses it"
-                    assert seen[metric.name, labels] == pytest.approx(sum(mine))
-                case "histogram":
-                    assert seen[f"{metric.name}_sum", labels] == pytest.approx(sum(mine))
-
-
-def test_ray_hears_gauges_again_until_they_are_forgotten() -> None:
-    module, made = recording()
-    sink = RaySink(module)
-    target = Exporter(sink, "demo")
-    target.take("config.yaml", LAYOUT)
-    fill(target)
-    target.take("ranks.jsonl", ranks_line(3, ranks=2))
-    before = {name: len(calls) for name, calls in made.items()}
-    sink.refresh()
-    for metric in METRICS.values():
-        again = made[metric.name][before[metric.name] :]
-        if metric.kind != "gauge":
-            assert again == [], "sums and histograms would count twice"
-        elif metric.source == "ranks.jsonl":
-            assert sorted(tags["rank"] for _, tags in again) == ["0", "1"]
-        else:
-            assert len(again) == (4 if metric.per_rank else 2 if metric.label else 1)
-
-
-def test_ray_is_told_of_a_run_until_the_block_ends(tmp_path: Path) -> None:
-    module, made = recording()
-    with told_to_ray(tmp_path, module, every_s=0.001):
-        (tmp_path / "predicted.json").write_text('{"alpha": 0.5}')
-        told = made["braid_alpha_ratio"]
-        assert within(30, lambda: len(told) >= 3), "Ray drops a gauge that it does not hear again"
-        (tmp_path / "events.jsonl").write_text(f'{{"kind": "started", "time": {time.time() + 1}}}\n')
-    assert made["braid_starts_total"] == [(1, {"run": tmp_path.name})], "the last lines, too, and once"
-    assert not any(thread.name == "braid-metrics" for thread in threading.enumerate())
 
 
 def test_the_documentation_is_up_to_date(update_golden: bool) -> None:

@@ -19,8 +19,6 @@ TOKENS = metrics_line(1, ranks=2)["tokens"]
 
 
 class Run:
-    """Files of a run of two ranks that are written step by step."""
-
     def __init__(self, path: Path) -> None:
         path.mkdir()
         self.path = path
@@ -54,7 +52,6 @@ Fed = tuple[Run, PrometheusSink, MetricsFeed]
 
 @pytest.fixture
 def fed(tmp_path: Path) -> Fed:
-    """A run that has begun, and what is fed from it."""
     run, sink = Run(tmp_path / "run"), PrometheusSink()
     return run, sink, MetricsFeed(run.path, sink)
 
@@ -132,7 +129,6 @@ def test_another_layout_moves_ranks_to_other_stages(fed: Fed) -> None:
 
 
 def test_the_page_shows_no_line_of_before_a_cut(tmp_path: Path) -> None:
-    """Also if the file has grown past its former length before anybody looked again."""
     run = Run(tmp_path / "run")
     data = RunData(run.path)
     run.steps(range(1, 7))

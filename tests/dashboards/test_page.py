@@ -42,7 +42,6 @@ LONGEST = """(() => {
 
 
 def looking(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """A test that awaits what the browser answers."""
 
     @functools.wraps(test)
     def run(*given: Any, **named: Any) -> None:
@@ -122,6 +121,9 @@ async def test_the_headline_says_what_the_numbers_say(tmp_path: Path) -> None:
         assert f"{await written(tab, exposed / len(rows) * 1e9)} of each" in headline
         await tab.until("braid.run.ranks")
         assert "Slow rank: 3" in await read(tab, "alerts")
+        assert await tab.evaluate("braid.run.ranks.stragglers.map((one) => [one.rank, one.stage])") == [
+            [3, 0]
+        ]
         assert await count(tab, ".rank.slow") == 1
         assert await count(tab, ".strands rect") > 10
         assert await count(tab, "#heat td") > 10
@@ -156,7 +158,8 @@ async def test_names_are_text_and_unknown_numbers_are_gaps(tmp_path: Path) -> No
 @looking
 async def test_experts_have_a_map_and_charts(tmp_path: Path) -> None:
     run = made_up(tmp_path / "run", 2, 3, experts=True)
-    numbers = lines_of(run.path / "metrics.jsonl")[-1]["experts"]
+    lines = lines_of(run.path / "metrics.jsonl")
+    numbers = lines[-1]["experts"]
     visits = numbers["visits"][4][6]
     async with looked_at(run.path, 3) as tab:
         await tab.until("!document.getElementById('experts-section').hidden")
@@ -166,6 +169,8 @@ async def test_experts_have_a_map_and_charts(tmp_path: Path) -> None:
         titles = await read(tab, "expert-charts")
         for title in ("Fullest expert", "Entropy", "Visits dropped", "Auxiliary losses"):
             assert title in titles
+        column = await tab.evaluate("braid.run.columns['experts.worst_entropy']")
+        assert column == [line["experts"]["worst_entropy"] for line in lines]
         told = await read(tab, "experts", "rows[5].querySelectorAll('td')[6].dataset.tip")
         share = f"{100 * visits / sum(numbers['visits'][4]):.2f} %"
         for part in ("layer 4, expert 6, step 3", f"{visits:,}", share):

@@ -106,7 +106,6 @@ def free_port() -> int:
 
 
 def documented(port: int) -> Json:
-    """The documentation's scrape configuration, for a page at another port."""
     text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```yaml\n# prometheus.yml\n(.*?)```", text, flags=re.DOTALL)
     assert block.count("8470") == 1

@@ -30,7 +30,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def asked(run: Path, question: Callable[[TestClient[Any, Any]], Awaitable[Any]], **options: Any) -> Any:
-    """What a question to the server of a run comes to."""
 
     async def ask() -> Any:
         made = TestServer(make_app(run, **options))
@@ -229,7 +228,6 @@ def test_command_with_wrong_input(run: Path, tmp_path: Path, capsys: Capture) ->
             ((run, "--host", "0.0.0.0"), "--token-file"),
             ((run, "--token-file", token), "at least 16"),
             ((run, "--token-file", "nothing"), "cannot be read"),
-            ((run, "--host", "203.0.113.7", "--token-file", token), "at least 16"),
             ((run, "--port", "99999"), "port"),
             ((run, "--port", taken.getsockname()[1]), "cannot listen on"),
         ):

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from braid.actors.config import Config, parse_config
+from braid.actors.config import parse_config
 from braid.actors.stage.data.token_files import read_index
 from braid.jobs.data.identity import DataRequest
 from braid.jobs.data.prepare import Prepared, prepare
@@ -20,13 +20,9 @@ from braid.jobs.data.tokenizer import BytesTokenizer, Tokenizer, load_tokenizer
 DOCUMENTS = [f"document {n}: naïve Ωμέγα 語 🙂\nsecond line\u2028{'x' * (n * 7 % 50)}" for n in range(60)]
 
 
-def corpus_of(*files: Path | str, **options: Any) -> Config:
-    data = {"files": [str(file) for file in files], "validation_fraction": 0.2, **options}
-    return parse_config({"data": data})
-
-
 def request_of(*files: Path | str, **options: Any) -> DataRequest:
-    return DataRequest.of(corpus_of(*files, **options))
+    data = {"files": [str(file) for file in files], "validation_fraction": 0.2, **options}
+    return DataRequest.of(parse_config({"data": data}))
 
 
 def prepared(folder: Path, *files: Path | str, **options: Any) -> Prepared:

@@ -41,12 +41,10 @@ def _answer(hub: Hub, asked: Asked) -> tuple[int, str | bytes, dict[str, str]]:
     org, name, what, *rest = [*path.removeprefix("/datasets").strip("/").split("/"), "", "", ""]
     rest = [part for part in rest if part]
     files, repo = hub.repositories.get(f"{org}/{name}"), f"{org}/{name}"
-    if repo == GATED or files is None:
-        return (
-            (403 if repo == GATED else 404),
-            "{}",
-            {"X-Error-Code": "GatedRepo" if repo == GATED else "RepoNotFound"},
-        )
+    if repo == GATED:
+        return 403, "{}", {"X-Error-Code": "GatedRepo"}
+    if files is None:
+        return 404, "{}", {"X-Error-Code": "RepoNotFound"}
     if what == "resolve":
         if (content := files.get("/".join(rest[1:]))) is None:
             return 404, "", {"X-Error-Code": "EntryNotFound"}
@@ -60,11 +58,8 @@ def _answer(hub: Hub, asked: Asked) -> tuple[int, str | bytes, dict[str, str]]:
             if file.startswith("/".join(rest[1:]))
         ]
         return 200, json.dumps(entries), {}
-    return (
-        200,
-        json.dumps({"id": repo, "sha": hub.commit, "siblings": [{"rfilename": file} for file in files]}),
-        {},
-    )
+    facts = {"id": repo, "sha": hub.commit, "siblings": [{"rfilename": file} for file in files]}
+    return 200, json.dumps(facts), {}
 
 
 @contextmanager

@@ -29,7 +29,6 @@ def checked(kind: Any, check: Any) -> Any:
 
 
 def meta(longest: int) -> Any:
-    """Names and labels."""
     name = matching(NAME, max_length=longest)
     return model(name=name, labels=dict[str, str])
 
@@ -89,7 +88,6 @@ JobSpec = model(
 
 
 def resource(version: str, kind: str, longest: int, **fields: Any) -> type[BaseModel]:
-    """A document of a manifest."""
     made: type[BaseModel] = model(
         apiVersion=Literal[version], kind=Literal[kind], metadata=meta(longest), **fields
     )

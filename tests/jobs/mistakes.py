@@ -48,7 +48,6 @@ def make(folders_and_calls: list[tuple[Path, list[str]]]) -> list[Made]:
 
 
 def _made(folder: str, call: list[str]) -> Made:
-    """In this process."""
     from braid.jobs.cli import main
 
     started: list[str] = []

@@ -1,23 +1,16 @@
 """`braid bench overlap`: small cases for real, on two emulated hosts, and messages where it cannot run."""
 
 import json
-import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from braid.actors.controller.ranks.parent import enter_namespace
-from braid.actors.controller.ranks.processes import ProcessLauncher
-from braid.actors.stage.rank.interface import Rank
-from braid.jobs.bench.overlap_case import LAYOUTS, OverlapCase
+from braid.jobs.bench.overlap_case import LAYOUTS
 from braid.jobs.drill.hosts import two_hosts
 from tests.end_to_end.clusters import require_hosts, run_on
 from tests.end_to_end.command import braid, start
@@ -42,7 +35,6 @@ def left_over() -> set[str]:
 
 
 def benched(folder: Path, words: str) -> dict[str, Any]:
-    """What a small benchmark finds."""
     outcome = braid(folder, "bench", "overlap", *SMALL, *words.split(), "--json", timeout=240)
     assert outcome.code == 0, outcome.errors
     return dict(json.loads(outcome.output))
@@ -110,62 +102,6 @@ def test_hosts_of_a_dead_maker_are_removed() -> None:
     subprocess.run(["ip", "netns", "add", orphan], check=True)
     with two_hosts():
         assert orphan not in namespaces(dead.pid)
-
-
-def in_namespace(namespace: str, do: Callable[[], Any]) -> Any:
-    """What a function gives in a network namespace, which a thread of its own enters."""
-    with ThreadPoolExecutor(1, initializer=enter_namespace, initargs=(namespace,)) as thread:
-        return thread.submit(do).result()
-
-
-def test_the_link_takes_packets_that_are_larger_than_64_kb() -> None:
-    require_hosts()
-    if tuple(map(int, os.uname().release.split(".")[:2])) < (6, 3):
-        pytest.skip("this kernel has no larger packets of IPv4")
-    sent = bytes(20 << 20)
-    with two_hosts() as link, ThreadPoolExecutor(1) as beside:
-        link.shape(10_000)
-        first, second = link.hosts
-        listening = in_namespace(first.namespace, lambda: socket.create_server((first.address, 0)))
-
-        def receive() -> int:
-            connection, _ = listening.accept()
-            with connection:
-                return sum(iter(lambda: len(connection.recv(1 << 20)), 0))
-
-        arrived = beside.submit(receive)
-        address = listening.getsockname()
-        with in_namespace(second.namespace, lambda: socket.create_connection(address)) as connection:
-            connection.sendall(sent)
-        assert arrived.result(timeout=60) == len(sent)
-        listening.close()
-
-        def counted() -> list[str]:
-            lines = Path("/proc/thread-self/net/dev").read_text(encoding="utf-8").splitlines()
-            return next(line for line in lines if ": " in line and "lo:" not in line).split(":")[1].split()
-
-        received, packets = map(int, in_namespace(first.namespace, counted)[:2])
-    assert received >= len(sent)
-    assert received / packets > 65536
-
-
-def test_hosts_do_not_share_cpus() -> None:
-    require_hosts()
-    here = os.sched_getaffinity(0)
-    if len(here) < 2:
-        pytest.skip("there is one CPU")
-    with two_hosts() as link:
-        config = OverlapCase(hidden=64, layers=1, tokens=32).config("megatron")
-        group = ProcessLauncher(config, link.places(2)).start(2)
-        try:
-            group.call_all(Rank.pulse)  # they are up
-            first, second = map(os.sched_getaffinity, group.describe()["processes"])
-        finally:
-            group.shutdown()
-    assert first
-    assert second
-    assert not first & second
-    assert first | second <= here
 
 
 def test_without_root_there_is_one_clear_message(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

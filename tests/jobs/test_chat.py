@@ -17,7 +17,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from braid.actors.config import DataConfig, parse_config
 from braid.actors.stage.data.token_files import TokenShards
 from braid.jobs.data.chat import ChatTemplate, Conversation, encode
+from braid.jobs.data.corpus import FileRange
 from braid.jobs.data.data_sets import prepare_data
+from braid.jobs.data.documents import read_conversations
 from braid.jobs.data.identity import DataRequest
 from braid.jobs.data.prepare import Prepared, prepare
 from braid.jobs.data.tokenizer import BytesTokenizer, load_tokenizer, tokenizer_of
@@ -244,16 +246,6 @@ def test_texts_are_whole_in_rows(tmp_path_factory: pytest.TempPathFactory, seed:
     assert int(TokenShards.open(done.output, "train", row - 1).counts.sum()) == predicted
 
 
-def test_rows_do_not_depend_on_the_executor(tmp_path: Path) -> None:
-    request = chat(tmp_path, [exchange("hi", "x" * n) for n in range(30)])
-    outputs = []
-    for number, executor in enumerate((map, lambda call, items: reversed([*map(call, items)]))):
-        done = prepare(request, tmp_path / f"out{number}", executor)
-        outputs.append({p.name: p.read_bytes() for p in done.output.iterdir() if p.suffix != ".json"})
-    assert outputs[0] == outputs[1]
-    assert {name.rpartition(".")[2] for name in outputs[0]} == {"bin", "marks", "counts"}
-
-
 def test_parquet_is_as_lines_are(tmp_path: Path) -> None:
     told = [exchange("hi", "x" * n) for n in range(20)]
     lines = prepare(chat(tmp_path, told), tmp_path / "lines", map)
@@ -264,16 +256,10 @@ def test_parquet_is_as_lines_are(tmp_path: Path) -> None:
 
 def test_what_a_conversation_needs_may_be_more(tmp_path: Path) -> None:
     """Tools reach the template, keys without a value do not, and half surrogates are replaced."""
-    (tmp_path / "t.jinja").write_text(
-        "{% for m in messages %}{{ m | tojson }}{% endfor %}{{ tools | tojson }}"
-    )
-    template = ChatTemplate((tmp_path / "t.jinja").read_text(), "t.jinja", ())
+    template = ChatTemplate("{{ messages[0] | tojson }}{{ tools | tojson }}", "t.jinja", ())
     request = chat(tmp_path, [], encoding_errors="replace")
     line = {"messages": [{"role": "user", "content": "é\ud800", "name": None}], "tools": [{"name": "f"}]}
     (tmp_path / "chat.jsonl").write_text(json.dumps(line))
-    from braid.jobs.data.corpus import FileRange
-    from braid.jobs.data.documents import read_conversations
-
     part = FileRange(str(tmp_path / "chat.jsonl"), "jsonl", 0, 10**6, 10**3)
     (conversation,) = read_conversations(part, request.data)
     assert conversation is not None
@@ -281,22 +267,15 @@ def test_what_a_conversation_needs_may_be_more(tmp_path: Path) -> None:
 
 
 def test_other_rows_are_another_data_set(tmp_path: Path) -> None:
-    """Length of rows, template and packing are settings of a data set; what a stream was made from is not
-    changed by them."""
-    told = [exchange("hi", "x" * n) for n in range(9)]
-    request = chat(tmp_path, told)
-    digests = {request.digest}
+    told = [exchange("hi", "x")]
+    digests = {chat(tmp_path, told).digest}
     (tmp_path / "other.jinja").write_text(SHORT + " ")
     digests.add(chat(tmp_path, told, chat_template=str(tmp_path / "other.jinja")).digest)
-    config = {"data": {"files": [str(tmp_path / "chat.jsonl")], "text_field": "messages", "packing": "whole"}}
-    for sequence in (20, 40):
-        digests.add(DataRequest.of(parse_config({**config, "model": {"sequence": sequence}})).digest)
-    assert len(digests) == 4
-    names = {"text_field", "validation_fraction", "encoding_errors"}
-    assert (
-        DataRequest.of(parse_config({"data": {"files": [str(tmp_path / "chat.jsonl")]}})).parameters.keys()
-        == names
-    )
+    data = {"files": [str(tmp_path / "chat.jsonl")], "text_field": "messages"}
+    for sequence, packing in ((20, "whole"), (40, "whole"), (40, "stream")):
+        config = {"data": {**data, "packing": packing}, "model": {"sequence": sequence}}
+        digests.add(DataRequest.of(parse_config(config)).digest)
+    assert len(digests) == 5
 
 
 def test_what_is_left_out_is_told(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from braid.jobs.data import corpus as corpus_module
 from braid.jobs.data import shards as shards_module
 from braid.jobs.data import tokenise as tokenise_module
 from braid.jobs.data.corpus import cut
-from braid.jobs.data.prepare import prepare
+from braid.jobs.data.prepare import Preparation, prepare
 from tests.jobs.corpora import (
     DOCUMENTS,
     hidden,
@@ -52,7 +52,8 @@ def test_documents_come_back(documents_file: str, tokenizer: str, tmp_path: Path
         tokenizer = str(train_tokenizer(tmp_path / "tokenizer.json", ["<|endoftext|>"]))
     request = request_of(documents_file, tokenizer=tokenizer)
     assert len(cut(request.sources, "text")) > 3
-    done = prepare(request, tmp_path / "out", map)
+    updates: list[Preparation] = []
+    done = prepare(request, tmp_path / "out", map, updates.append)
     train, validation = stored(done.output, "train"), stored(done.output, "validation")
     assert [text for text in DOCUMENTS if text in train] == train
     assert [text for text in DOCUMENTS if text in validation] == validation
@@ -60,6 +61,7 @@ def test_documents_come_back(documents_file: str, tokenizer: str, tmp_path: Path
     assert done.documents == len(DOCUMENTS)
     index = read_index(done.output)
     assert index == done.index
+    assert updates[-1] == Preparation(len(updates), len(updates), sum(map(index.tokens, index.splits)))
     shards = [shard for split in index.splits.values() for shard in split]
     assert sum(shard.bytes_of_text for shard in shards) == sum(len(text.encode()) for text in DOCUMENTS)
     for split in ("train", "validation"):
@@ -107,6 +109,8 @@ def test_exclude_goes_by_name_or_by_path(tmp_path: Path) -> None:
         (tmp_path / name).write_text(name)
     found = request_of(tmp_path / "**/*.txt", exclude=["two.*", "*/b/*"])
     assert [Path(source.path).name for source in found.sources] == ["one.txt"]
+    found = request_of("python-stdlib", exclude=["*/encodings/*"])
+    assert any(source.path.endswith("json/__init__.py") for source in found.sources)
 
 
 def test_large_documents_and_shards_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

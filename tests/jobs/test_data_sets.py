@@ -93,15 +93,6 @@ def test_what_changed_gets_a_folder_of_its_own(get: Get, tmp_path: Path) -> None
     assert "began with" in warnings[0]
 
 
-def test_other_settings_are_other_tokens(get: Get, tmp_path: Path) -> None:
-    write(tmp_path / "corpus", a='{"text": "one"}\n{"text": "two"}')
-    first, _ = get()
-    os.utime(tmp_path / "corpus" / "a.txt", ns=(0, 1))
-    for change in ({"format": "jsonl"}, {"encoding_errors": "skip"}):
-        other, _ = get("other", data=change)
-        assert (other.reused, other.output == first.output) == (False, False)
-
-
 def test_tokens_are_enough(get: Get, tmp_path: Path) -> None:
     write(tmp_path / "corpus", **TWO)
     first, _ = get()

@@ -18,21 +18,11 @@ from braid.actors.controller.records.step_record import StepRecord
 from braid.jobs.commands.demo import PICTURE, STRETCH, Demo
 from braid.jobs.data.prepare import Prepared
 from braid.jobs.output import duration
-from braid.jobs.planning.view import show_presets
-from braid.jobs.training.display import Display, curve, prediction_line, report_table, validation_line
+from braid.jobs.training.display import Display, prediction_line, report_table, validation_line
 from braid.jobs.training.remarks import on_data, on_learning_rate
-from braid.scheduling.model.presets.library import cluster_names, model_names
 from tests.actors.test_records import a_record
 from tests.end_to_end.command import braid
 from tests.jobs.corpora import prepared
-
-
-def test_a_curve_leaves_out_what_is_no_number() -> None:
-    assert (curve([]), curve([2.0]), curve([1.0, 8.0])) == ("", "▁", "▁█")
-    assert curve([1.0, math.nan, 8.0]) == "▁x█"
-    assert curve([math.inf, math.nan]) == "xx"
-    means = curve([1.0, math.nan, math.inf, 3.0, 2.0, 2.0, 3.0, 3.0], width=4)
-    assert means == "▁█▅█", "columns are means of their numbers"
 
 
 def test_validation_is_told_in_both_units() -> None:
@@ -103,15 +93,6 @@ def test_the_live_table_is_whole_in_80_columns() -> None:
         assert name in file.getvalue()
     assert "100000/200000" in file.getvalue()
     assert "…" not in file.getvalue()
-
-
-def test_presets_name_all_names_in_80_columns() -> None:
-    file = io.StringIO()
-    show_presets(Console(file=file, width=80))
-    words = set(file.getvalue().split())
-    assert words >= {*cluster_names(), *model_names()}
-    assert "…" not in file.getvalue()
-    assert max(map(len, file.getvalue().splitlines())) <= 80
 
 
 def test_a_prediction_that_is_far_off_is_remarked_on() -> None:

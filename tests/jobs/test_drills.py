@@ -3,7 +3,6 @@
 import itertools
 import json
 import random
-import re
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from braid.jobs.drill.plan import (
     steps_of,
 )
 from braid.jobs.drill.report import Report
-from braid.jobs.drill.runner import Drill
 from tests.end_to_end.runs import SMALL
 from tests.in_process import Capture, called
 
@@ -125,33 +123,6 @@ def test_usable_numbers_of_nodes_give_each_a_rank_and_the_same_sums() -> None:
     assert usable_nodes(elastic_config(parallel={"dp": 1, "tp": 2})) == {2, 4}
     model = {"family": "moe", "experts": 4, "top_k": 2}
     assert usable_nodes(elastic_config(model=model, parallel={"dp": 4, "ep": 2})) == {2, 4}
-
-
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        ({"cluster": {"launcher": "processes"}}, "cluster.launcher=ray"),
-        ({"cluster": {"address": "10.0.0.1:6379"}}, "leave out cluster.address='10.0.0.1:6379'"),
-        ({"elastic": {"max_ranks": None}}, "--set elastic.max_ranks=4"),
-        ({"train": {"deterministic_reduction": False}}, "--set train.deterministic_reduction=true"),
-        ({"elastic": {"min_ranks": 3}}, "the layout has 2 ranks, elastic allows 3 to 4"),
-    ],
-)
-def test_what_nodes_need(sections: dict[str, dict[str, object]], message: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        Drill(elastic_config(**sections), ["node-lost"], count=1, seed=0)
-
-
-@given(st.integers(1, 8), st.integers(0, 1000))
-def test_every_rank_and_place_can_be_hit(ranks: int, seed: int) -> None:
-    for planned in plan_drill(list(KINDS), 1, seed):
-        fault = planned.in_rank(ranks)
-        assert (fault is not None) == (KINDS[planned.kind].in_rank is not None)
-        if fault is not None:
-            assert 0 <= fault.rank < ranks
-            assert 0 <= fault.place < 1
-            assert (fault.name, fault.step) == (planned.name, planned.step)
-            assert (fault.kind, fault.phase) == KINDS[planned.kind].in_rank
 
 
 def test_faults_are_listed(capsys: Capture) -> None:

@@ -1,11 +1,8 @@
 """Compressed files, and files at URLs, give the same tokens as plain ones here."""
 
 import bz2
-import functools
 import gzip
-import http.server
 import lzma
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,11 +10,11 @@ import fsspec
 import pyarrow as pa
 import pytest
 
-from braid.jobs.data import corpus as corpus_module
 from braid.jobs.data.corpus import cut
 from braid.jobs.data.executors import Executor, local_map
 from braid.jobs.data.prepare import prepare
 from tests.jobs.corpora import DOCUMENTS, request_of, stored, write_lines, write_rows
+from tests.servers import Asked, served
 
 
 def zstd(content: bytes) -> bytes:
@@ -27,12 +24,8 @@ def zstd(content: bytes) -> bytes:
     return bytes(sink.getvalue())
 
 
+pytestmark = pytest.mark.usefixtures("small_items")
 PACKED = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zst": zstd}
-
-
-@pytest.fixture(autouse=True)
-def small_items(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus_module, "_SMALLEST_ITEM_BYTES", 2000)
 
 
 def tokens(folder: Path, *files: Path | str, executor: Executor = map) -> dict[str, list[str]]:
@@ -66,7 +59,6 @@ def test_compressed_files(tmp_path: Path, ending: str) -> None:
 
 @pytest.fixture
 def memory() -> Iterator[str]:
-    """A folder at a URL."""
     yield "memory://corpus"
     fsspec.filesystem("memory").rm("/corpus", recursive=True)
 
@@ -100,29 +92,18 @@ def test_urls_of_files_here_are_paths(tmp_path: Path) -> None:
         assert source.path == str(tmp_path / "a.txt")
 
 
-class Quiet(http.server.SimpleHTTPRequestHandler):
-    """Serves whole files only, as many servers do."""
-
-    def log_message(self, *words: object) -> None:
-        pass
-
-
-@pytest.fixture
-def web(tmp_path: Path) -> Iterator[str]:
-    handler = functools.partial(Quiet, directory=str(tmp_path))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
-
-
-def test_files_of_the_web(web: str, tmp_path: Path) -> None:
+def test_files_of_the_web(tmp_path: Path) -> None:
     """Read by processes of their own, from a server that sends no parts."""
+
+    def answer(asked: Asked) -> tuple[int, bytes]:
+        file = tmp_path / asked.path.lstrip("/")
+        return (200, file.read_bytes()) if file.exists() else (404, b"")
+
     write_lines(tmp_path / "a.jsonl", DOCUMENTS)
     (tmp_path / "b.jsonl.zst").write_bytes(zstd((tmp_path / "a.jsonl").read_bytes()))
-    there = tokens(tmp_path / "there", f"{web}/a.jsonl", f"{web}/b.jsonl.zst", executor=local_map)
+    with served(answer, "application/octet-stream") as port:
+        web = f"http://127.0.0.1:{port}"
+        there = tokens(tmp_path / "there", f"{web}/a.jsonl", f"{web}/b.jsonl.zst", executor=local_map)
+        with pytest.raises(ValueError, match=r"^data.files: 'http://.*none.txt' finds no file"):
+            request_of(f"{web}/none.txt")
     assert there == tokens(tmp_path / "here", tmp_path / "a.jsonl", tmp_path / "b.jsonl.zst")
-    with pytest.raises(ValueError, match=r"^data.files: 'http://.*none.txt' finds no file"):
-        request_of(f"{web}/none.txt")

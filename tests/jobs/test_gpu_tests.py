@@ -26,42 +26,34 @@ def test_timed(finding):
     """It is fast."""
     finding.timed(False, ms=3.0)
 '''
-_CRASHES = (
-    _FINDS
-    + """
-def test_crash():
-    os._exit(7)
-"""
-)
-_STANDS_STILL = """
-import time
-
-time.sleep(100)
-"""
 
 
-def made(monkeypatch: pytest.MonkeyPatch, folder: Path, modules: dict[str, str], limit_s: float) -> Any:
-    """The exit code and the report of some modules; the page is in the folder."""
+_CRASHES = f"{_FINDS}\ndef test_crash():\n    os._exit(7)\n"
+_STANDS_STILL = "import time\ntime.sleep(100)\n"
+
+
+def made(monkeypatch: pytest.MonkeyPatch, folder: Path, modules: dict[str, tuple[str, float]]) -> Any:
+    """The exit code and the report of some modules with their limits; the page is in the folder."""
     for name in ("pytest.ini", "conftest.py"):
         (folder / name).write_text((gpu.HERE / name).read_text(encoding="utf-8"), encoding="utf-8")
-    for name, text in modules.items():
+    for name, (text, _) in modules.items():
         (folder / f"test_{name}.py").write_text(text, encoding="utf-8")
     monkeypatch.setattr(gpu, "HERE", folder)
-    monkeypatch.setattr(gpu, "LIMITS_S", dict.fromkeys(modules, limit_s))
+    monkeypatch.setattr(gpu, "LIMITS_S", {name: limit_s for name, (_, limit_s) in modules.items()})
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     code = gpu.main(["--device", "cpu", "--output", str(folder / "report")])
     return code, json.loads((folder / "report" / "report.json").read_text(encoding="utf-8"))["claims"]
 
 
-def test_a_module_that_crashes_leaves_what_it_has_found(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    code, claims = made(monkeypatch, tmp_path, {"first": _CRASHES, "second": _FINDS}, 200)
+def test_modules_that_crash_or_stand_still(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    modules = {"first": (_CRASHES, 200.0), "second": (_FINDS, 200.0), "still": (_STANDS_STILL, 1.0)}
+    code, claims = made(monkeypatch, tmp_path, modules)
     assert code == 1
     found = [(one["claim"], one["of"], one["verdict"]) for one in claims[1:]]
     own = [("One is one.", "", PASSED), ("Two is one.", "2", FAILED), ("It is fast.", "", NOT_MEASURED)]
     ends = "Every module of tests runs to its end."
-    assert found == [(ends, "first", FAILED), *own, (ends, "second", PASSED), *own]
+    assert found == [(ends, "first", FAILED), *own, (ends, "second", PASSED), *own, (ends, "still", FAILED)]
+    assert "it stood still" in claims[-1]["why"]
     assert "exit code 7" in claims[1]["why"]
     assert "it is not" in claims[3]["why"]
     assert claims[4]["numbers"] == {"ms": 3.0}
@@ -69,13 +61,6 @@ def test_a_module_that_crashes_leaves_what_it_has_found(
     assert "stand-in on a CPU" in page.splitlines()[0]
     assert "| One is one. |  | passed | one 1 |" in page
     assert "| head |\n| --- |\n| 0.5 |" in page
-
-
-def test_a_module_that_stands_still_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    code, claims = made(monkeypatch, tmp_path, {"still": _STANDS_STILL}, 1)
-    assert code == 1
-    assert [one["verdict"] for one in claims] == [PASSED, FAILED]
-    assert "it stood still" in claims[1]["why"]
 
 
 def test_the_stand_in_measures_a_module(

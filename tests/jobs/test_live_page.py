@@ -38,14 +38,12 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def page() -> Iterator[LivePage]:
-    """A page that is ended."""
     made = LivePage()
     yield made
     made.close()
 
 
 def get(url: str) -> str:
-    """What the page answers."""
     with urllib.request.urlopen(url, timeout=10) as answer:
         return str(answer.read().decode())
 

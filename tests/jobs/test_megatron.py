@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from braid.actors.config import DataConfig
 from braid.actors.stage.data.token_files import read_index
 from braid.jobs.data import corpus
 from braid.jobs.data.megatron import TokenPair
@@ -44,7 +43,6 @@ def drawn(seed: int, documents: int = 200, most: int = 127) -> list[list[np.ndar
 
 
 def with_ends(documents: Documents) -> list[np.ndarray]:
-    """What shards hold of documents."""
     whole = [np.concatenate(document) for document in documents]
     return [one if one[-1] == END else np.append(one, END) for one in whole if len(one)]
 
@@ -124,7 +122,6 @@ SIZES, POINTERS, BOUNDS = 34, 34 + 3 * 4, 34 + 3 * 12
         (lambda d: (d / "a.bin").unlink(), "data.files: .*a.bin' finds no file"),
         (lambda d: (d / "a.idx").write_bytes(b""), "it does not begin as Megatron's index"),
         (lambda d: (d / "a.idx").write_bytes(b"MMIDIDX\x00\x00\x01"), "it does not begin as Megatron's"),
-        (lambda d: edited(d, 0, b"PAR1"), "it does not begin as Megatron's index"),
         (lambda d: edited(d, 9, b"\x02"), "it has version 2, this Braid reads 1"),
         (lambda d: edited(d, 17, b"\x07"), "its tokens have the dtype code 7, known are "),
         (lambda d: edited(d, 18, b"\xff" * 8), "it is cut short: 18446744073709551615 sequences"),
@@ -162,9 +159,7 @@ def test_half_a_pair_and_urls_are_refused(tmp_path: Path) -> None:
 
 
 def test_sequences_may_lie_anywhere(tmp_path: Path) -> None:
-    """The index says where they begin, in any order."""
     write_pair(tmp_path / "a", [[np.array([1, 2]), np.array([3])], [np.array([4, 5])]])
     edited(tmp_path, POINTERS, struct.pack("<qqq", 6, 4, 0))
     pair = TokenPair.open(str(tmp_path / "a.idx"))
     assert [pair.document(number).tolist() for number in range(2)] == [[4, 5, 3], [1, 2]]
-    assert DataConfig(format="megatron").format == "megatron"

@@ -32,7 +32,6 @@ def test_what_is_written_arrives_in_order() -> None:
 def test_a_reader_that_has_seen_enough_and_a_full_disk_end_nothing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Told once, in one line."""
     reading, stream = pipe()
     os.close(reading)
     full = Path("/dev/full").open("w", encoding="utf-8")  # noqa: SIM115
@@ -60,13 +59,6 @@ def test_a_reader_that_does_not_read_holds_nothing_up(monkeypatch: pytest.Monkey
     os.close(reading)
     out.finish()
     stream.close()
-
-
-def test_a_stream_that_is_no_file_is_written_to_as_it_is() -> None:
-    text = io.StringIO()
-    with background(text) as out:
-        print("a line", file=out)
-    assert text.getvalue() == "a line\n"
 
 
 def test_an_event_that_cannot_be_shown_ends_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,7 +42,6 @@ def planned(folder: Path, **changed: Mapping[str, Any]) -> Path:
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The plan of `CONTENT`."""
     return planned(tmp_path_factory.mktemp("plan"))
 
 
@@ -100,9 +99,7 @@ def test_samples_of_a_micro_batch_and_policies_are_the_plans(tmp_path: Path) -> 
     [
         ({"parallel": {"tp": 1}}, "has parallel.tp=2, the configuration says 1: leave parallel.tp out"),
         ({"parallel": {"dp": 2, "tp": 2, "pp": 2}}, "has parallel.dp=1, the configuration says 2"),
-        ({"parallel": {"zero": 1, "dp": 2}}, "has parallel.dp=1"),
         ({"model": {"hidden": 128}}, "model"),
-        ({"model": {"layers": 8}}, "model"),
         ({"train": {"micro_batch": 1}}, "train.micro_batch"),
         ({"train": {"global_batch": 32}}, "train.global_batch"),
         ({"train": {"dtype": "bf16"}}, "train.dtype"),

@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 
 import braid
-from braid.actors.stage.data.token_files import TokenShards
 from braid.jobs.data.executors import Executor, local_map
-from braid.jobs.data.prepare import Preparation, prepare
+from braid.jobs.data.prepare import prepare
 from braid.jobs.data.tokenise import document_hash
 from tests.jobs.corpora import (
     DOCUMENTS,
@@ -32,18 +31,6 @@ from tests.jobs.corpora import (
 from tests.waiting import alive, within
 
 ROOT = Path(braid.__file__).parents[1]
-
-
-def test_the_standard_library(tmp_path: Path) -> None:
-    updates: list[Preparation] = []
-    request = request_of("python-stdlib", exclude=["*/encodings/*"], validation_fraction=0.02)
-    done = prepare(request, tmp_path / "out", progress=updates.append)
-    assert done.documents > 300
-    train, validation = (done.index.tokens(split) for split in ("train", "validation"))
-    assert train > 20 * validation > 0
-    documents = stored(done.output, "train") + stored(done.output, "validation")
-    assert Path(json.__file__).read_text() in documents
-    assert updates[-1] == Preparation(len(updates), len(updates), train + validation)
 
 
 # Splits.
@@ -77,7 +64,6 @@ def test_neither_split_is_empty(fraction: float, held_out: int, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("kind", "text", "fraction", "train"),
     [
-        ("txt", "0123456789", 0.2, "01234567"),
         ("jsonl", "0123456789", 0.2, "01234567"),
         ("txt", "0123456789", 1e-9, "012345678"),
         ("jsonl", "0123456789", 0.99, "0"),
@@ -150,7 +136,7 @@ def test_what_is_not_ours_is_not_replaced(tmp_path: Path) -> None:
 
 def test_what_was_made_is_kept_until_something_changes(tmp_path: Path) -> None:
     source = tmp_path / "a.txt"
-    source.write_text("text of the one file")
+    source.write_text('{"text": "the one file"}')
     tokenizer = train_tokenizer(tmp_path / "t.json", ["<eos>"])
 
     def again(**options: Any) -> tuple[bool, str]:
@@ -163,9 +149,10 @@ def test_what_was_made_is_kept_until_something_changes(tmp_path: Path) -> None:
     assert again() == (True, first)
     os.utime(source, ns=(0, 1))  # may have changed: read, and found to be the same
     assert again() == (True, first)
-    source.write_text("text of the ONE file")
+    source.write_text('{"text": "the ONE file"}')
     own = {"tokenizer": str(tokenizer)}
-    for options in ({}, {"validation_fraction": 0.3}, {"encoding_errors": "skip"}, own):
+    other = {"validation_fraction": 0.3}, {"encoding_errors": "skip"}, {"format": "jsonl"}, own
+    for options in ({}, *other):
         assert not again(**options)[0]
     assert again(**own)[0]
     train_tokenizer(tokenizer, ["</s>", "<pad>"])
@@ -177,17 +164,6 @@ def test_what_was_made_is_kept_until_something_changes(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "deep/out/index.json")  # nobody will ever write to it
     assert not again(**own)[0]
     assert again(**own)[0]
-
-
-def test_open_data_survives_its_replacement(tmp_path: Path) -> None:
-    source = tmp_path / "a.txt"
-    source.write_text("old text" * 9)
-    prepared(tmp_path / "out", source)
-    shards = TokenShards.open(tmp_path / "out", "train", 4)
-    before = shards.tokens_at(np.arange(3))
-    source.write_text("new")
-    prepared(tmp_path / "out", source)
-    assert np.array_equal(shards.tokens_at(np.arange(3)), before)
 
 
 SCRIPT = """
@@ -240,19 +216,6 @@ def test_processes_wait_for_each_other(tmp_path: Path) -> None:
     processes = [start(tmp_path, pause_s=0.1) for _ in range(3)]
     answers = [process.communicate(timeout=60)[0].splitlines()[-1] for process in processes]
     assert sorted(answers) == ["False", "True", "True"]
-
-
-def test_an_error_in_the_middle_leaves_nothing(tmp_path: Path) -> None:
-    write_lines(tmp_path / "a.jsonl", DOCUMENTS)
-
-    def fail(progress: Preparation) -> None:
-        assert hidden(tmp_path)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        prepare(request_of(tmp_path / "a.jsonl"), tmp_path / "out", progress=fail)
-    assert not (tmp_path / "out").exists()
-    assert not hidden(tmp_path)
 
 
 def test_a_crash_between_two_renames_loses_no_data_set(

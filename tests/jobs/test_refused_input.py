@@ -34,11 +34,9 @@ READERS = (
 
 
 @pytest.mark.parametrize("tag", TAGS)
-def test_yaml_tags_run_nothing(
-    tmp_path: Path, tag: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+@pytest.mark.usefixtures("here")
+def test_yaml_tags_run_nothing(tag: str, capsys: Capture) -> None:
     """Wherever a file or an option of YAML is read."""
-    monkeypatch.chdir(tmp_path)
     Path("first.yaml").write_text(FIRST)
     Path("evil.yaml").write_text(f"name: {tag}\n")
     for call in READERS:
@@ -54,15 +52,12 @@ NAMES = ("../elsewhere", "..", ".", "a/b", "/etc", "-x", "", "a" * 65, "a b", "a
 
 
 @pytest.mark.parametrize("command", ["train", "submit", "kubernetes"])
-def test_names_that_lead_elsewhere(
-    tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_names_that_lead_elsewhere(here: Path, command: str, capsys: Capture) -> None:
     for name in NAMES:
         Path("run.yaml").write_text(yaml.safe_dump({**yaml.safe_load(FIRST), "name": name}))
         options = ("--image", "x", "--claim", "y") if command == "kubernetes" else ()
         refused(called(capsys, command, "run.yaml", *options), f"name={name!r}")
-        assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
+        assert [path.name for path in here.iterdir()] == ["run.yaml"]
 
 
 def test_a_run_that_is_a_link_elsewhere(tmp_path: Path) -> None:
@@ -121,10 +116,8 @@ OLD_NAMES = [
 """Calls, the file that holds the name, and the name."""
 
 
-def test_a_name_that_is_gone_is_refused_with_what_stands_in_its_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("here")
+def test_a_name_that_is_gone_is_refused_with_what_stands_in_its_place(capsys: Capture) -> None:
     Path("first.yaml").write_text(FIRST)
     shutil.copy(ROOT / "LICENSE", "corpus.txt")
     for call, content, name in OLD_NAMES:

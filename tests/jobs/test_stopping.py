@@ -11,14 +11,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from braid.actors.controller.ranks.group import StoppedError
 from braid.actors.controller.state.locks import FileHold
-from braid.jobs.training import stopping, train
+from braid.jobs.training import train
 from braid.jobs.training.stopping import SecondSignalError, StopSignals
 from braid.jobs.training.train import _explained
 from tests.waiting import alive, within
@@ -28,7 +27,6 @@ SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    """Those of before."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     yield
     assert {number: signal.getsignal(number) for number in SIGNALS} == before
@@ -50,14 +48,6 @@ def test_a_run_is_asked_to_stop_once_however_many_signals_come_together(number: 
         send(number)
         assert asked.acquire(timeout=10)
         assert not asked.acquire(timeout=0.1)
-
-
-def test_a_second_signal_ends_the_command_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stopping, "_SAME_SECONDS", 0.0)
-    with StopSignals().heard() as signals, signals.calling(lambda: None):
-        send(signal.SIGTERM)
-        with pytest.raises(SecondSignalError):
-            send(signal.SIGTERM)
 
 
 def test_a_signal_that_is_ignored_stays_so_and_one_after_the_run_changes_nothing() -> None:
@@ -82,15 +72,6 @@ def test_each_controller_is_told() -> None:
             assert told.get(timeout=10) == "next"
 
 
-def test_another_thread_than_the_main_one_hears_nothing() -> None:
-    def asked() -> bool:
-        with StopSignals().heard() as signals:
-            return signals.asked_at is not None
-
-    with ThreadPoolExecutor(1) as thread:
-        assert thread.submit(asked).result() is False
-
-
 def stopped(run: Path, *saves: str) -> tuple[str, list[str]]:
     """What the command says of a run with saves, and which are left."""
     for name in saves:
@@ -113,12 +94,6 @@ def test_a_run_that_still_ends_keeps_its_files(tmp_path: Path, monkeypatch: pyte
     told, left = stopped(tmp_path, "step-8.tmp-1")
     assert ("there is no checkpoint" in told, left) == (True, ["step-8.tmp-1"])
     lock.release()
-
-
-def test_nothing_else_is_touched(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="of its own"), _explained(tmp_path):
-        raise ValueError("of its own")
-    assert "there is no checkpoint" in stopped(tmp_path / "none")[0]
 
 
 # -- what a command has started for its private cluster ends with it, even if it is killed -------------------

@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
@@ -19,15 +17,6 @@ from braid.jobs.data.tokenizer import BytesTokenizer, HuggingFaceTokenizer, load
 from braid.jobs.training.display import Display
 from tests.foreign_models import random_model
 from tests.jobs.corpora import DOCUMENTS, prepared, stored_ids, text_of, train_tokenizer, write_lines
-
-
-@given(st.text())
-def test_bytes_round_trip(text: str) -> None:
-    tokenizer = BytesTokenizer()
-    ids = tokenizer.encode(text).ids
-    assert ids.tolist() == list(text.encode())
-    assert text_of(tokenizer, np.append(ids.astype(np.int64), 256)) == text
-
 
 TEXT = f"{DOCUMENTS[0] * 3} </s> <|endoftext|> <stop> end"
 
@@ -42,7 +31,6 @@ def word_level(path: Path, vocabulary: dict[str, int], special: list[str], **mod
 
 
 def beside(path: Path, **files: Any) -> None:
-    """JSON files beside a tokenizer, by name without ending."""
     for name, content in files.items():
         path.with_name(f"{name}.json").write_text(json.dumps(content))
 
