@@ -1,15 +1,12 @@
 """Memory that a rank has freed is its next tensors'; what lasts is no concern of the garbage collector."""
 
-import gc
 import subprocess
 import sys
-import weakref
 
 import pytest
 import torch
 
 from braid.actors.stage.measure.memory import PeakMemory
-from braid.actors.stage.rank.allocator import set_aside_what_lasts
 from tests.end_to_end.command import ROOT
 
 pytestmark = pytest.mark.slow
@@ -49,30 +46,6 @@ def test_freed_memory_is_used_again() -> None:
         pytest.skip("this C library is not glibc, or the environment has its parameters")
     assert kept < PAGES / 100
     assert given_back > 10 * kept, "else nobody needs this"
-
-
-class Node:
-    """Something that may refer to itself, so that only the garbage collector finds its end."""
-
-    own: "Node | None" = None
-
-
-def test_what_lasts_is_not_looked_at_until_the_next_model_comes() -> None:
-    old, lasting = Node(), Node()
-    old.own = old
-    gone, left = weakref.ref(old), weakref.ref(lasting)
-    try:
-        del old
-        set_aside_what_lasts()
-        assert gone() is None, "garbage is not kept"
-        lasting.own = lasting
-        del lasting
-        gc.collect()
-        assert left() is not None, "it was not looked at"
-        set_aside_what_lasts()
-        assert left() is None
-    finally:
-        gc.unfreeze()
 
 
 FRAYED = """

@@ -1,7 +1,6 @@
 """Buckets and shards: boxes of flat ranges, buckets that are cut over ranks, their memory."""
 
 from dataclasses import replace
-from itertools import product
 from math import prod
 from types import SimpleNamespace
 from typing import Any
@@ -115,12 +114,3 @@ def test_ranks_update_every_element_of_the_model_once(
     assert sum(count.numel() for count in counts.values()) == shape.parameters()
     for name, count in counts.items():
         assert bool((count == 1).all()), name
-
-
-@pytest.mark.parametrize("zero", [0, 1])
-def test_who_holds_the_same_state(zero: int) -> None:
-    layout = ParallelLayout(dp=2, tp=2, pp=2, zero=zero)
-    for rank, other in product(range(layout.ranks), repeat=2):
-        here, there = (layout.mesh.position(one) for one in (rank, other))
-        alike = all(here[axis] == there[axis] for axis in (("pp", "tp", "dp") if zero else ("pp", "tp")))
-        assert (other in layout.mesh.holders(rank)) == alike

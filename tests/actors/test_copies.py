@@ -3,7 +3,6 @@
 Where lost ranks cannot be replaced, survivors write what they hold of all: a checkpoint like any other.
 """
 
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,48 +16,12 @@ from braid.actors.controller.records.json_lines import read_lines
 from braid.actors.controller.records.run_records import CheckpointSaved, Incident, RunDirectory
 from braid.actors.controller.state.checkpoint_stores import Homes
 from braid.actors.controller.state.manifest import CheckpointStore
-from braid.actors.controller.state.recovery import newest_common
 from braid.actors.controller.state.saving import Saver, manifest_facts
 from braid.actors.stage.rank.interface import Rank
 from braid.actors.stage.state.checkpoint import read_tensors
 from tests.actors.ranks import Probed, Ranks, started
 
 pytestmark = pytest.mark.slow
-
-
-def test_a_lost_rank_gets_its_state_back(tmp_path: Path, data: Path) -> None:
-    """Though a step does not wait for its copy."""
-    shift = 2
-    sections: dict[str, Any] = {
-        "parallel": {"pp": 3},
-        "model": {"layers": 3},  # stages of different sizes
-        "train": {"global_batch": 12, "steps": 5},
-        "checkpoint": {"copies_every": 1},
-    }
-    with started(tmp_path, data, **sections) as ranks:
-        ranks.begin(shift)
-        states = ranks.train(range(5))
-        for every in zip(*states, strict=True):
-            assert len(set(every)) == 5, "every step changes every rank's state"
-        ranks.begin(shift)
-        assert {one.own for one in ranks.all(Rank.copies_held)} == {(0,)}, "no later ones"
-        assert ranks.train(range(3)) == states[:3]
-        lost = random.Random().randrange(ranks.layout.ranks)
-        held = ranks.lose([lost], shift)
-        assert held[lost].own == held[lost].partners == ()
-        step, sources = newest_common(held, ranks.layout.mesh, 5) or (-1, [])
-        assert step in (2, 3)
-        assert sources[lost] != lost
-        ranks.all(Rank.restore_copies, step, sources)
-        assert ranks.all(Probed.digest) == states[step - 1]
-        assert ranks.train(range(step, 5)) == states[step:]
-        # Copies are kept on: the same again, another rank.
-        lost = (lost + 1) % ranks.layout.ranks
-        held = ranks.lose([lost], shift)
-        again = newest_common(held, ranks.layout.mesh, 5) or (-1, [])
-        ranks.all(Rank.restore_copies, *again)
-        assert again[0] in (4, 5)
-        assert ranks.all(Probed.digest) == states[again[0] - 1]
 
 
 def test_an_older_step_is_gone_back_to(tmp_path: Path, data: Path) -> None:

@@ -5,7 +5,6 @@ import random
 import signal
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from braid.actors.stage.rank.faults import FOLDER, Saboteur, fire, fired_at, let_go
+from braid.actors.stage.rank.faults import FOLDER, Saboteur, fired_at, let_go
 from braid.actors.stage.rank.messages import Fault, FaultKind, FaultPhase
 from braid.scheduling.schedule.code import Stretch
 from braid.scheduling.schedule.operations import Compute, Direction, Gather, Norm, Reduce, Start, Step
@@ -191,14 +190,3 @@ def test_a_save_is_hit_while_it_writes(
     assert killed == [signal.SIGKILL]
     saboteur.during_save(12, folder)
     assert not waiting(), "it has fired"
-
-
-def test_of_many_who_fire_one_does(tmp_path: Path) -> None:
-    barrier = threading.Barrier(8)
-
-    def shoot(_: int) -> bool:
-        barrier.wait()
-        return fire(tmp_path / FOLDER, "000")
-
-    with ThreadPoolExecutor(8) as threads:
-        assert sorted(threads.map(shoot, range(8))) == [False] * 7 + [True]

@@ -141,12 +141,3 @@ def test_an_early_interrupt_is_not_forgotten() -> None:
         member.start(2)
     member.start(3)
     member.intact()
-
-
-def test_without_a_name_the_generation_that_runs_is_meant() -> None:
-    member = Told()
-    member.start(4)
-    member.break_off()
-    assert member.broken
-    member.start(4)
-    assert not member.broken, "it begins again"

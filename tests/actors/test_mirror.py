@@ -157,27 +157,6 @@ def test_of_all_good_ones_the_newest_and_the_own_one_before_a_copy(
     assert " ".join(notes).count("has 7 bytes instead of 1000") >= newer
 
 
-@pytest.mark.parametrize(
-    "other", [RunIdentity("ours", "b2"), RunIdentity("theirs", "a1")], ids=["the same name", "the same mark"]
-)
-def test_runs_of_one_mirror_do_not_touch_each_other(url: str, tmp_path: Path, other: RunIdentity) -> None:
-    """Each keeps two of its own, and goes on from them."""
-    stores = {run: CheckpointStore(tmp_path / f"{number}") for number, run in enumerate((RUN, other))}
-    for run, steps in ((RUN, (5, 1000)), (other, (1010, 1020, 1030)), (RUN, (1500,))):
-        mirror = mirror_of(url, run)
-        for step in steps:
-            mirror.put(publish(stores[run], step, run=run.mark))
-            mirror.collect(keep=2, keep_every=0, newest=step)
-    assert mirror_of(url).steps() == [1000, 1500]
-    assert mirror_of(url, other).steps() == [1020, 1030]
-    for run, step in ((RUN, 1500), (other, 1030)):
-        empty = CheckpointStore(tmp_path / f"lost-{run.name}-{run.mark}")
-        empty.directory.mkdir()
-        path, manifest, _ = found(empty, mirror_of(url, run))
-        assert (manifest.step, manifest.run) == (step, run.mark)
-        assert contents(path) == contents(stores[run].directory / f"step-{step}")
-
-
 def test_what_another_run_put_into_a_runs_folder_is_refused_and_left_alone(url: str, tmp_path: Path) -> None:
     store, mirror = CheckpointStore(tmp_path / "ours"), mirror_of(url)
     foreign = CheckpointStore(tmp_path / "foreign")

@@ -1,4 +1,4 @@
-"""Muon: in every layout the bits of `torch.optim.Muon` on whole matrices; owners share the work."""
+"""Muon: in every layout the bits of `torch.optim.Muon` on whole matrices."""
 
 from collections import defaultdict
 from dataclasses import replace
@@ -12,7 +12,6 @@ from braid.actors.stage.rank.groups import build_mesh
 from braid.actors.stage.run.gloo_streams import HostStreams
 from braid.actors.stage.state import muon
 from braid.actors.stage.state.buckets import RankBuckets
-from braid.actors.stage.state.muon import MatrixPart
 from braid.actors.stage.state.optimizer import Optimizer, OptimizerSettings
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.schedule import buckets
@@ -104,15 +103,3 @@ def run_rank(rank: int, number: int, least: int, port: int) -> None:
 @pytest.mark.parametrize("number", range(len(LAYOUTS)), ids=lambda n: LAYOUTS[n][0].describe())
 def test_matrices_are_updated_as_torch_updates_whole_ones(number: int) -> None:
     run_forked(run_rank, (number, 2048, port_here()), nprocs=LAYOUTS[number][0].ranks)
-
-
-def test_owners_share_the_work() -> None:
-    """Every matrix has one owner, who holds a part of it; equal matrices are dealt out evenly."""
-    shape = (8, 8)
-    parts = [[MatrixPart((0, n), "w", (), shape, 4 * r, 0, 4, 8) for n in range(6)] for r in range(2)]
-    parts[0].append(MatrixPart((0, 0), "expert", (0,), shape, 0, 0, 8, 8))
-    parts[1].append(MatrixPart((0, 0), "expert", (1,), shape, 0, 0, 8, 8))
-    owners = muon.owners_of(parts)
-    assert owners[(0, 0), "expert", (0,)] == 0
-    assert owners[(0, 0), "expert", (1,)] == 1
-    assert sorted(owners.values()) == [0] * 4 + [1] * 4

@@ -247,19 +247,6 @@ def test_a_run_whose_checkpoints_vanish_waits_and_never_restarts(tmp_path: Path,
     assert losses(run(config, options=RESUME)) == states(12)[8:]
 
 
-def test_a_mirror_is_gone_on_from_where_the_run_s_own_folder_is_lost(tmp_path: Path) -> None:
-    config = config_of(tmp_path, checkpoint=every(4, mirror=str(tmp_path / "mirror")))
-    home, _ = losing(config, config.run_directory)
-
-    def wait(method: str, rank: int, arguments: tuple[Any, ...]) -> None:
-        if method == "train_step" and arguments[0] == 9 and not home.done:
-            while not list((tmp_path / "mirror" / config.name).glob("*/step-8/manifest.json")):
-                pass
-
-    events = unharmed(config, all_of(wait, home))
-    assert steps_of(events) == [*range(1, 10), *range(9, 13)], "step 8 is in the mirror"
-
-
 @pytest.mark.parametrize("copies", [0, 1])
 def test_a_home_that_cannot_be_read_is_waited_for_unless_copies_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copies: int
@@ -438,28 +425,6 @@ def test_nodes_that_take_no_ranks_are_waited_for_no_longer_than_said(tmp_path: P
 
     with pytest.raises(NoRoomError, match="another job holds the CPUs"):
         run(elastic_config(tmp_path, elastic={"wait_s": 0.5}), StandInLauncher(full, room=4), None, replanned)
-
-
-def test_layouts_that_trained_no_step_are_incidents_too(tmp_path: Path) -> None:
-    """Machines are fewer each time ranks are to start, down to one."""
-    train = {"steps": 2, "global_batch": 24}
-    config = elastic_config(
-        tmp_path, parallel={"dp": 4}, train=train, elastic={"min_ranks": 1}, checkpoint={}
-    )
-
-    def fewer(method: str, rank: int, arguments: tuple[Any, ...]) -> None:
-        if method == "start":
-            launcher.room = max(launcher.room - 1, 1)
-
-    launcher = StandInLauncher(fewer, room=4)
-    events = run(config, launcher, None, replanned)
-    assert steps_of(events) == [1, 2]
-    assert told(events) == ["resized"] * 3
-    lines = recorded(config, "incidents")
-    assert [line["ranks"] for line in lines] == [[4, 3], [3, 2], [2, 1]]
-    assert lines[0]["text"] == "not all nodes are there: room for 3 of 4"
-    for line in lines:
-        assert line["recovered_after_seconds"] == pytest.approx(sum(line["parts"].values()))
 
 
 # -- who keeps whose copies ----------------------------------------------------------------------------------

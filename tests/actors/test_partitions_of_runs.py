@@ -14,10 +14,9 @@ from braid.actors.controller.combining import combine
 from braid.actors.controller.planning import build_schedule, model_graphs, plan_run, setting_of
 from braid.scheduling.cost.analytic import analytic_profile
 from braid.scheduling.cost.profile import Profile, with_piece_costs
-from braid.scheduling.generate.lower import Choices
 from braid.scheduling.generate.partitions import mega_scale, with_partitions
 from braid.scheduling.model.shape import ModelShape
-from braid.scheduling.plan.decide import anything, measured, outcome_of, simulate_setting
+from braid.scheduling.plan.decide import simulate_setting
 from braid.scheduling.plan.layouts import plan_of
 from braid.scheduling.plan.plan import Plan
 from braid.scheduling.schedule.memory import DTYPE_BYTES
@@ -53,13 +52,6 @@ def profile_of(config: Config, rate: float) -> Profile:
     return analytic_profile(spec, config.layout(), parts, DTYPE_BYTES[config.train.dtype])
 
 
-def simulated(config: Config, rate: float, pieces: int) -> float:
-    """Nanoseconds of a step with so many pieces."""
-    setting = replace(setting_of(config, shape_of(config)), partitions=mega_scale(pieces))
-    bench = measured(model_graphs(config, shape_of(config)), profile_of(config, rate))(setting)
-    return outcome_of(bench, Choices(), None, anything).step_ns
-
-
 def test_two_pieces_without_a_profile_none_without_gathers() -> None:
     for config, found in (
         (configured(), mega_scale(2)),
@@ -67,16 +59,6 @@ def test_two_pieces_without_a_profile_none_without_gathers() -> None:
         (configured(schedule="megatron"), ()),
     ):
         assert build_schedule(config, shape_of(config)).partitions == found
-
-
-@pytest.mark.parametrize("rate", RATES)
-@pytest.mark.parametrize("sequence", [64, 12])
-def test_with_a_profile_the_best_number(rate: float, sequence: int) -> None:
-    """Pieces need not be equal."""
-    config = configured(sequence=sequence)
-    (found,) = plan_run(config, shape_of(config), profile_of(config, rate)).taken.code.schedule.partitions
-    times = {pieces: simulated(config, rate, pieces) for pieces in (2, 4, 8)}
-    assert times[found.pieces] == min(times.values())
 
 
 def test_the_latency_of_gathers_is_measured_and_counts_for_every_piece() -> None:

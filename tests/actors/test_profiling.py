@@ -2,7 +2,6 @@
 
 import os
 import random
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from braid.actors.controller import profiling
 from braid.actors.controller.combining import _imbalance, combine
 from braid.actors.controller.decisions import decide
 from braid.actors.controller.planning import model_graphs
-from braid.actors.controller.profiling import Profiled, find_or_measure, known_profile, profile_key
+from braid.actors.controller.profiling import find_or_measure, known_profile, profile_key
 from braid.actors.controller.ranks.processes import ProcessLauncher
 from braid.actors.stage.measure.link_times import _ALONG
 from braid.actors.stage.rank.messages import Samples, Together
@@ -112,15 +111,6 @@ def test_ranks_are_combined(tmp_path: Path) -> None:
     assert profile.issue_ns["layer/mlp_gather"] == 45_000
     assert profile.take_ns["layer/mlp_gather"] == 70_000
     assert set(profile.issue_ns) == {key for key in profile.solo_ns if profile.classes[key] == "intra"}
-
-
-def test_an_unsure_pair_counts_for_little(tmp_path: Path) -> None:
-    """One pair that was measured as -1 once in a while does not get a value of its own."""
-    wild = [1_160_000 + place * 900_000 * (place % 2) for place in range(5)]
-    pair = [Together(operator_ns=0, other_ns=0, both_ns=ns) for ns in wild]
-    profile = combined(config_of(tmp_path), 2, 0.8, pair)
-    assert profile.oef["gemm|intra"] == pytest.approx(0.8, abs=0.02)
-    assert 1 - profile.slowdown("layer/qkv", "layer/mlp_gather") == pytest.approx(0.8, abs=0.05)
 
 
 def test_what_compute_and_transfers_suffer_is_told_apart(tmp_path: Path) -> None:
@@ -253,24 +243,6 @@ def test_a_profile_that_lacks_a_cost_is_measured_anew(
     assert (again.reused, len(times)) == (False, 2)
     assert again.profile.solo("layer/qkv") > 0
     assert find_or_measure(config, shape, launcher).reused
-
-
-def test_two_runs_measure_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = config_of(tmp_path)
-    shape, launcher = config.check(VOCABULARY), ProcessLauncher(config)
-    times = measured_with(monkeypatch, config)
-    path = profiling._profile_path(config, shape, launcher)
-    found: list[Profiled] = []
-    other = threading.Thread(target=lambda: found.append(find_or_measure(config, shape, launcher)))
-    with profiling._held(path):
-        other.start()
-        other.join(0.2)
-        assert other.is_alive()
-        assert times == []
-        profiling._keep(path, profiling.measure(None, None, None))  # type: ignore[arg-type]
-    other.join(30)
-    assert found[0].reused
-    assert len(times) == 1
 
 
 def test_a_profile_that_cannot_be_written_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
