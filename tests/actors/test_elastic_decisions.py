@@ -226,3 +226,24 @@ def test_a_slow_node_is_taken_again_where_nothing_else_is_left(clock: SimpleName
     cluster.addresses.remove("10.0.0.1")
     change, told = left_over(resizing, config, "lost", 0)
     assert (change.degrees.ranks, change.avoid, told) == (2, (), [])
+
+
+def test_layouts_are_searched_for_when_something_changes_and_not_at_every_look() -> None:
+    """And the best come first: of 1,024 ranks none but the layout that is taken is asked about."""
+    asked: list[int] = []
+
+    def runs(config: Config) -> bool:
+        asked.append(config.layout().ranks)
+        return True
+
+    members = Resizing(ElasticConfig(max_ranks=4096, settle_s=0.0), NO_NODES, runs)
+    config = config_of(dp=8)
+    for second in range(100):
+        members.to_room(config, 1024, float(second), 1.0, 1)
+    assert asked == [1024]
+    members.leaving = True
+    members.to_room(config, 512, 100.0, 1.0, 1)
+    assert asked == [1024, 512]
+    members.refuse(Degrees(dp=512, tp=1, pp=1))
+    members.to_room(config, 512, 101.0, 1.0, 1)
+    assert asked == [1024, 512, 512], "another layout of as many ranks"

@@ -247,6 +247,19 @@ def test_a_run_whose_checkpoints_vanish_waits_and_never_restarts(tmp_path: Path,
     assert losses(run(config, options=RESUME)) == states(12)[8:]
 
 
+def test_a_mirror_is_gone_on_from_where_the_run_s_own_folder_is_lost(tmp_path: Path) -> None:
+    config = config_of(tmp_path, checkpoint=every(4, mirror=str(tmp_path / "mirror")))
+    home, _ = losing(config, config.run_directory)
+
+    def wait(method: str, rank: int, arguments: tuple[Any, ...]) -> None:
+        if method == "train_step" and arguments[0] == 9 and not home.done:
+            while not list((tmp_path / "mirror" / config.name).glob("*/step-8/manifest.json")):
+                pass
+
+    events = unharmed(config, all_of(wait, home))
+    assert steps_of(events) == [*range(1, 10), *range(9, 13)], "step 8 is in the mirror"
+
+
 @pytest.mark.parametrize("copies", [0, 1])
 def test_a_home_that_cannot_be_read_is_waited_for_unless_copies_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copies: int

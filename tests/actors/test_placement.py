@@ -1,12 +1,17 @@
 """The numbers of ranks by their nodes and GPUs, at the begin and after some were replaced."""
 
+from concurrent.futures import Future
 from itertools import groupby
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from braid.actors.controller.ranks import placement
 from braid.actors.controller.ranks.numbering import host_names, machine_name, numbered
+from braid.actors.controller.records.span_files import SpanCounts
 
 
 def at(*places: str) -> list[dict[str, Any]]:
@@ -43,6 +48,17 @@ def test_hosts_are_told_apart_where_nodes_share_an_address() -> None:
         "x (22222222)",
         "y",
     ]
+
+
+def test_a_collector_that_hangs_holds_up_nobody() -> None:
+    answers = [Future[SpanCounts]() for _ in range(2)]
+    ask = Mock(side_effect=[SimpleNamespace(future=lambda answer=answer: answer) for answer in answers])
+    collector = placement.ActorCollector(SimpleNamespace(counts=SimpleNamespace(remote=ask)))
+    assert [collector.counts().written for _ in range(3)] == [0, 0, 0]
+    assert ask.call_count == 1
+    answers[0].set_result(SpanCounts(written=1))
+    assert [collector.counts().written for _ in range(3)] == [1, 1, 1]
+    assert ask.call_count == 2
 
 
 def test_machines_are_named_by_what_they_compute_with() -> None:

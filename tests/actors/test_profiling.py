@@ -2,6 +2,7 @@
 
 import os
 import random
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from braid.actors.controller import profiling
 from braid.actors.controller.combining import _imbalance, combine
 from braid.actors.controller.decisions import decide
 from braid.actors.controller.planning import model_graphs
-from braid.actors.controller.profiling import find_or_measure, known_profile, profile_key
+from braid.actors.controller.profiling import Profiled, find_or_measure, known_profile, profile_key
 from braid.actors.controller.ranks.processes import ProcessLauncher
 from braid.actors.stage.measure.link_times import _ALONG
 from braid.actors.stage.rank.messages import Samples, Together
@@ -243,6 +244,24 @@ def test_a_profile_that_lacks_a_cost_is_measured_anew(
     assert (again.reused, len(times)) == (False, 2)
     assert again.profile.solo("layer/qkv") > 0
     assert find_or_measure(config, shape, launcher).reused
+
+
+def test_two_runs_measure_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(tmp_path)
+    shape, launcher = config.check(VOCABULARY), ProcessLauncher(config)
+    times = measured_with(monkeypatch, config)
+    path = profiling._profile_path(config, shape, launcher)
+    found: list[Profiled] = []
+    other = threading.Thread(target=lambda: found.append(find_or_measure(config, shape, launcher)))
+    with profiling._held(path):
+        other.start()
+        other.join(0.2)
+        assert other.is_alive()
+        assert times == []
+        profiling._keep(path, profiling.measure(None, None, None))  # type: ignore[arg-type]
+    other.join(30)
+    assert found[0].reused
+    assert len(times) == 1
 
 
 def test_a_profile_that_cannot_be_written_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,6 +59,16 @@ def test_names_without_a_value_are_inherited_and_not_shown() -> None:
         inherited(config.cluster.env, {"OTHER": "x"})
 
 
+def test_ranks_that_are_processes_inherit_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setattr(processes.ProcessGroup, "_start", lambda self, rank: None)
+    monkeypatch.setattr(processes, "gpus_here", lambda environment: 0)
+    group = processes.ProcessGroup(
+        [processes.ProcessPlace()], config_of(env={"OMP_NUM_THREADS": None}), processes._worker
+    )
+    assert group._environment["OMP_NUM_THREADS"] == "7"
+
+
 def driver(folder: Path, count: int) -> Path:
     """What NVIDIA's driver shows of so many GPUs."""
     for number in range(count):

@@ -1,6 +1,7 @@
 """Files that a run depends on: what cannot be read is an I/O error with a message; nothing is waited for."""
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -55,15 +56,26 @@ def test_what_ranks_raise() -> None:
 # -- the next step's tokens, while this one runs ------------------------------------------------------------
 
 
-def test_every_step_has_its_own_tokens_and_errors() -> None:
+def test_the_next_one_is_read_before_it_is_asked_for_and_errors_come_with_their_step() -> None:
+    readers: dict[int, str] = {}
+    read = threading.Event()
+
     def tokens(step: int) -> int:
-        if step == 1:
+        readers[step] = threading.current_thread().name
+        read.set()
+        if step == 2:
             raise OSError("the disk is gone")
-        return step
+        return step * 10
 
     ahead = ReadingAhead(tokens)
     assert ahead.of(0) == 0
+    while 1 not in readers:
+        assert read.wait(10.0)
+    assert ahead.of(1) == 10
+    assert readers[0] == threading.current_thread().name
+    assert readers[1].startswith("reading")
     with pytest.raises(OSError, match="the disk is gone"):
-        ahead.of(1)
-    assert [ahead.of(step) for step in (2, 3, 3, 7)] == [2, 3, 3, 7], "also one that is repeated"
+        ahead.of(2)
+    assert ahead.of(1) == 10, "a step is repeated"
+    assert ahead.of(7) == 70, "a run goes on elsewhere"
     ahead.close()

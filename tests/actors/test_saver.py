@@ -18,9 +18,11 @@ from braid.actors.controller.records.json_lines import read_lines
 from braid.actors.controller.records.run_records import CheckpointSaved, Incident, RunDirectory
 from braid.actors.controller.state import saving
 from braid.actors.controller.state.checkpoint_stores import Homes
+from braid.actors.controller.state.manifest import disk_is_full
 from braid.actors.controller.state.mirror import Mirror
 from braid.actors.controller.state.recovery import cost_of_a_failure
 from braid.actors.controller.state.saving import Saver
+from braid.actors.stage.files import digests as stage_digests
 from braid.actors.stage.rank.interface import Rank
 from braid.actors.stage.rank.messages import Written
 from tests.actors.saved import digests, keeps
@@ -301,6 +303,11 @@ def test_what_a_failure_costs_is_told(keeping: dict[str, Any], seconds: float, w
     assert words in cost_of_a_failure(config)
 
 
+def test_a_used_up_quota_is_a_full_disk(tmp_path: Path) -> None:
+    assert disk_is_full(tmp_path, OSError(122, "Disk quota exceeded"))
+    assert not disk_is_full(tmp_path / "gone", "rank 0: [Errno 116] Stale file handle")
+
+
 def test_a_disk_that_stays_full_is_told_of_after_pauses_that_grow(start: Start, clock: list[float]) -> None:
     run = start(every=1)
     full = "rank 0: [Errno 122] Disk quota exceeded"
@@ -324,6 +331,27 @@ def test_after_a_save_that_failed_the_next_one_is_due_soon(start: Start, clock: 
     run.ranks.failures = ["rank 0: [Errno 5] Input/output error"] * 3
     run.steps(1000, 1019, clock, 7.0)
     assert run.saved == [1012], "a minute after the third try, not a thousand steps"
+
+
+def test_the_controller_reads_no_checkpoint(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks hash what they write and verify what is there, each its share; here that would take hours."""
+    hashed = Mock(side_effect=AssertionError("the controller hashes"))
+    run = start(every=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(stage_digests, "_sha256", hashed)
+        run.save(1)
+        assert run.saved == [1]
+        path = Path(run.homes.newest_good().path)
+        asked: list[Path] = []
+        run.homes.newest_good(asked.append)
+        assert asked == [path], "ranks are asked"
+    assert [stage_digests.damage_in_share(path, rank, 2) for rank in range(2)] == [None, None]
+    for name in (".metadata", "__0_0.distcp"):
+        good = (path / name).read_bytes()
+        (path / name).write_bytes(good[:-1] + b"?")
+        found = [stage_digests.damage_in_share(path, rank, 2) for rank in range(2)]
+        assert [text for text in found if text] == [f"the checksum of file {name} is wrong"], "one share"
+        (path / name).write_bytes(good)
 
 
 def test_a_removal_that_fails_is_told_once_tried_again_and_is_no_failed_save(
