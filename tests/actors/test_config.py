@@ -247,6 +247,7 @@ def test_other_variables_have() -> None:
         ("train.betas=[true, 0.9]", "train.betas=[true, 0.9]: must be a list of 2 numbers at least 0, < 1"),
         ("train.seed=-1", "train.seed=-1: must be a whole number at least 0, < 4294967296"),
         ("train.dropout=1", "train.dropout=1: must be a number at least 0, < 1"),
+        ("overlap.memory_slack=-0.1", "overlap.memory_slack=-0.1: must be a number at least 0"),
         ("train.z_loss=-1e-4", "train.z_loss=-0.0001: must be a number at least 0"),
         ("model.dropout=0.1", "unknown key 'model.dropout'; did you mean 'train.dropout'?"),
         ("telemetry.page=1", "telemetry.page=1: must be true or false"),

@@ -19,6 +19,7 @@ from braid.scheduling.schedule.operations import Compute, Direction, Gather, Nor
 from braid.scheduling.schedule.schedule import passes_in
 from tests.actors.test_bytes_of_shares import code_of
 from tests.end_to_end.runs import run_plan, small_config
+from tests.waiting import within
 
 
 @pytest.fixture
@@ -56,25 +57,20 @@ def test_a_rank_is_held_before_a_transfer(tmp_path: Path, phase: FaultPhase, zer
     begun = [one for one in starts if isinstance(one, Reduce | Gather) and one.chunk is not None]
     wanted = [one for one in begun if isinstance(one, Gather if phase == "gather" else Reduce)]
     draw, hit = random.Random(), set()
+
+    def transfer(look: Any, passed: list[Reduce | Gather]) -> None:
+        for what in begun:
+            look(what)
+            passed.append(what)
+
     for number in range(8):
         one = fault(name=f"{number:03}", kind="hold", phase=phase, place=draw.random())
-        saboteur = Saboteur([one], 1, tmp_path, stretches)
+        saboteur, passed = Saboteur([one], 1, tmp_path, stretches), list[Reduce | Gather]()
         assert saboteur.before(5, gradients()) is None
         assert saboteur.transfers(4) is None
-        passed: list[Reduce | Gather] = []
-
-        def transfer(look: Any, passed: list[Reduce | Gather] = passed) -> None:
-            for what in begun:
-                look(what)
-                passed.append(what)
-
-        thread = threading.Thread(target=transfer, args=(saboteur.transfers(5),))
+        thread = threading.Thread(target=transfer, args=(saboteur.transfers(5), passed))
         thread.start()
-        deadline = time.monotonic() + 10
-        while not (tmp_path / FOLDER / one.name).exists() and time.monotonic() < deadline:
-            time.sleep(0.001)
-        time.sleep(0.01)
-        assert passed == begun[: len(passed)]
+        assert within(10, (tmp_path / FOLDER / one.name).exists)
         assert begun[len(passed)] in wanted
         hit.add(len(passed))
         let_go(tmp_path / FOLDER, one.name)
