@@ -22,15 +22,10 @@ from tests.end_to_end.runs import run_plan, small_config
 from tests.waiting import within
 
 
-@pytest.fixture
-def stretches(tmp_path: Path) -> tuple[Stretch, ...]:
-    """Of a pipeline's first stage."""
-    return of_first_stage(tmp_path, {"pp": 2, "dp": 2})
-
-
 def of_first_stage(
     tmp_path: Path, parallel: dict[str, int], schedule: str | None = None
 ) -> tuple[Stretch, ...]:
+    """The code of a pipeline's first stage."""
     overlap = {} if schedule is None else {"overlap": {"schedule": schedule}}
     plan = run_plan(small_config(tmp_path / "runs", parallel=parallel, **overlap))
     return code_of(plan).stages[0]
@@ -110,13 +105,12 @@ KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 )
 def test_it_comes_once_at_its_place(
     tmp_path: Path,
-    stretches: tuple[Stretch, ...],
     killed: list[int],
     phase: str,
     kind: FaultKind,
     sent: signal.Signals,
 ) -> None:
-    draw, hit = random.Random(), set()
+    stretches, draw, hit = of_first_stage(tmp_path, {"pp": 2, "dp": 2}), random.Random(), set()
     for number in range(30):
         one = fault(name=f"{number:03}", kind=kind, phase=phase, place=draw.random())
         saboteur = Saboteur([one], 1, tmp_path, stretches)
@@ -164,25 +158,3 @@ def test_a_gradient_that_is_no_number(
     held.buckets[0].gradients.shard[0] = 0.0
     look(first)
     assert held.buckets[0].gradients.shard.isnan().any() == (kind == "skip")
-
-
-def test_a_save_is_hit_while_it_writes(
-    tmp_path: Path, stretches: tuple[Stretch, ...], killed: list[int]
-) -> None:
-    def waiting() -> list[threading.Thread]:
-        return [thread for thread in threading.enumerate() if thread.name == "saboteur"]
-
-    saboteur = Saboteur([fault(phase="save")], 1, tmp_path, stretches)
-    assert saboteur.before(5, gradients()) is None
-    folder = tmp_path / "step-6.tmp-1"
-    folder.mkdir()
-    saboteur.during_save(5, folder)
-    assert not waiting(), "a save too early"
-    saboteur.during_save(6, folder)
-    (thread,) = waiting()
-    assert killed == [], "nothing is written yet"
-    (folder / "__1_0.distcp").write_bytes(b"half")
-    thread.join(10)
-    assert killed == [signal.SIGKILL]
-    saboteur.during_save(12, folder)
-    assert not waiting(), "it has fired"

@@ -163,6 +163,7 @@ REFUSALS = [
     no("llama", "holds tensor model.layers.3.|another architecture", num_hidden_layers=3),
     no("llama", "[261, 64] instead of [300, 64]", tie_word_embeddings=False, vocab_size=300),
     no("mistral", "sliding_window=31|sequence of 32|model.sequence", sliding_window=SEQUENCE - 1),
+    no("qwen2", "use_sliding_window=True|False", use_sliding_window=True),
     no("qwen2", "layer_types=['sliding_attention'", layer_types=["sliding_attention"] * 4),
     no("qwen3", "shape [96, 64] instead of [512, 64]", head_dim=None),
     no("mixtral", "model_type='deepseek_v3'|compressed keys", model_type="deepseek_v3"),
