@@ -55,24 +55,6 @@ def test_numbers_that_should_be_text(tmp_path: Path, text: str, says: str) -> No
     assert str(getattr(written(tmp_path, "", f'{key}="{value}"'), key)) == value
 
 
-PATHS: dict[str, Any] = {
-    "runs": "r",
-    "model": {"layer": "mine.py:Layer", "initial": "weights"},
-    "data": {"files": ["a.txt", "/b.txt", "python-stdlib", "s3://x/c"], "tokenizer": "t.json"},
-    "overlap": {"plan": "p.yaml", "profile": None, "schedule_file": "/s.txt"},
-    "checkpoint": {"mirror": "mirror"},
-}
-
-
-def test_anchored() -> None:
-    config = anchored(parse_config(PATHS), Path("/base"))
-    assert config.data.files == ("/base/a.txt", "/b.txt", "python-stdlib", "s3://x/c")
-    assert (config.data.directory, config.overlap.profile) == (None, None)
-    assert anchored(config, Path("/other")) == config
-    assert anchored(parse_config({}), Path("/base")).tokenizer == "bytes"
-    assert not anchored(parse_config({}), Path("/base")).model.model_fields_set, "nothing that was not given"
-
-
 MIRRORS = {
     "/m": "/m",
     "file:m": "file:/base/m",
@@ -145,6 +127,7 @@ def test_homes_are_left_to_whoever_reads_them() -> None:
     config = anchored(parse_config(content), Path("/base"))
     assert (str(config.runs), str(config.data.directory)) == ("~/r", "$D/d")
     assert config.model.layer == "package.module:Layer"
+    assert not anchored(parse_config({}), Path("/base")).model.model_fields_set, "nothing that was not given"
 
 
 def test_layers_by_name(tmp_path: Path) -> None:
@@ -207,7 +190,7 @@ def test_what_belongs_to_a_file_begins_at_its_folder(tmp_path: Path, monkeypatch
     assert config.model.initial == tmp_path / "folder" / "weights"
     assert config.checkpoint.mirror == f"file:{tmp_path}/folder/mirror"
     assert (config.runs, config.data.files) == (Path("runs"), ("python-stdlib",))
-    model = parse_config(PATHS).model
+    model = parse_config({"model": {"layer": "mine.py:Layer", "initial": "weights"}}).model
     assert (model.layer, model.initial) == ("mine.py:Layer", Path("weights")), "no file, no folder"
 
 
