@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from braid.actors.stage.rank.groups import Mesh, build_mesh
 from braid.actors.stage.rank.log import HEADER
 from braid.actors.stage.state.parameters import Place
 from braid.kernels.family import TORCH, OperatorFamily, chosen_family, names
+from braid.kernels.operators.operator import ComputeOperator
 from braid.kernels.trials import Laboratory, Measured, Use
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.model.layers import built_in_parts
@@ -28,6 +30,26 @@ CPU = torch.device("cpu")
 FIELDS = {getattr(TORCH, field.name): field.name for field in fields(OperatorFamily)}
 
 # -- what is asked about -----------------------------------------------------------------------------------
+
+
+def settings_of(operator: ComputeOperator) -> dict[str, Any]:
+    """What an operator was made with."""
+    module: Any = operator
+    match FIELDS[type(operator)]:
+        case "rms_norm" | "layer_norm":
+            return {"hidden": module.hidden, "eps": module.eps}
+        case "permute" | "unpermute":
+            return {"experts": module.experts, "capacity": module.capacity}
+        case "attention":
+            return {name: getattr(module, name) for name in (*HEADS, "sequence", "rotary_base")}
+        case "cross_entropy_statistics":
+            terms = {"label_smoothing": module.label_smoothing, "z_loss": module.z_loss}
+            return {**vars(module.shard), **{name: value for name, value in terms.items() if value}}
+        case _:
+            return {}
+
+
+HEADS = ("heads", "kv_heads", "head_dim")
 
 
 def elements_of(use: Use, hidden: int) -> int:
@@ -65,49 +87,36 @@ def test_it_asks_about_the_operators_of_the_model(name: str, tp: int, ep: int) -
     shape = SHAPES[name]
     layout = ParallelLayout(tp=tp, ep=ep, dp=ep) if shape.experts else ParallelLayout(tp=tp)
     sizes = PartSizes(shape, layout, MICRO_BATCH)
-    asked: Counter[tuple[str, int]] = Counter()
+    asked: Counter[tuple[str, str, int]] = Counter()
     for use in uses(sizes):
-        asked[use.operator, elements_of(use, shape.hidden)] += use.times
+        settings = json.dumps(dict(use.settings), sort_keys=True)
+        asked[use.operator, settings, elements_of(use, shape.hidden)] += use.times
     place, kind = Place.of(layout.mesh, 0), torch.float32
     model = StageModel(shape=shape, layout=layout, place=place, sizes=sizes, device=CPU, dtype=kind)
-    parts, found = built_in_parts(sizes), Counter[tuple[str, int]]()
+    parts, found = built_in_parts(sizes), Counter[tuple[str, str, int]]()
     for instance in model.chunks[0]:
         part = parts[instance.name]
         for operator in part.forward.operators:
             module = instance.modules.get(operator.module)
             if operator.phase is not Phase.FORWARD or type(module) not in FIELDS:
                 continue
-            found[FIELDS[type(module)], part.values[operator.writes[0]].elements] += 1
+            settings = settings_of(module)
+            written = part.values[operator.writes[0]].elements
+            found[FIELDS[type(module)], json.dumps(settings, sort_keys=True), written] += 1
     assert found == asked
 
 
 # -- a rank ------------------------------------------------------------------------------------------------
 
 
-class Alone:
-    """One rank's groups: `gather` counts."""
-
-    def __init__(self) -> None:
-        self.gathered: list[Any] = []
-
-    def line(self, axis: str, lines: Sequence[Sequence[int]]) -> None:
-        raise AssertionError
-
-    def channel(self, lines: Sequence[Sequence[int]]) -> Any:
-        raise AssertionError
-
-    def gather(self, own: Any) -> list[Any]:
-        self.gathered.append(own)
-        return [own]
+@pytest.fixture
+def groups() -> Mock:
+    """Those of one rank."""
+    return Mock(gather=Mock(side_effect=lambda own: [own]))
 
 
 @pytest.fixture
-def groups() -> Alone:
-    return Alone()
-
-
-@pytest.fixture
-def mesh(groups: Alone) -> Mesh:
+def mesh(groups: Mock) -> Mesh:
     return build_mesh(ParallelLayout(), 0, groups=groups, timeout=None)  # type: ignore[arg-type]
 
 
@@ -123,13 +132,13 @@ SIZES = PartSizes(replace(LLAMA, layers=2), ParallelLayout(), 1)
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_a_cpu_asks_nothing_and_touches_nothing(
-    kernels: str, mesh: Mesh, groups: Alone, cache: Path, monkeypatch: pytest.MonkeyPatch
+    kernels: str, mesh: Mesh, groups: Mock, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Laboratory, "measure", None)
     choice = KernelChoice()
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         assert choice.family(kernels, SIZES, mesh, CPU, dtype) == TORCH
-    assert (choice.told, groups.gathered, cache.parent.exists()) == ("", [], False)
+    assert (choice.told, groups.gather.called, cache.parent.exists()) == ("", False, False)
 
 
 class Gpu:
@@ -162,7 +171,6 @@ CHOSEN = {
 
 def test_a_gpu_measures_once_and_says_what_it_took(
     mesh: Mesh,
-    groups: Alone,
     cache: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

@@ -33,12 +33,8 @@ MUON: dict[str, Any] = {**SETTINGS, "optimizer": "muon", "momentum": 0.9, "clip_
 
 def drawn(name: str, shape: tuple[int, ...], step: int) -> torch.Tensor:
     """A gradient that all ranks draw alike."""
-    generator = torch.Generator().manual_seed(hash_of(name) + step)
+    generator = torch.Generator().manual_seed(int.from_bytes(name.encode(), "little") % (1 << 40) + step)
     return torch.randn(shape, generator=generator)
-
-
-def hash_of(name: str) -> int:
-    return int.from_bytes(name.encode(), "little") % (1 << 40)
 
 
 def trained(rank: int, layout: ParallelLayout, shape: Any) -> Optimizer:
