@@ -1,6 +1,5 @@
 """Muon: in every layout the bits of `torch.optim.Muon` on whole matrices."""
 
-from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
@@ -89,11 +88,6 @@ def run_rank(rank: int, number: int, least: int, port: int) -> None:
                     found = piece.of_local(master.detach())
                     assert torch.equal(found, piece.of_global(expected[piece.source.name])), piece
         assert pieces
-        kinds = defaultdict(set)
-        for kind, shard, _ in optimizer.entries():
-            kinds[shard.parameter.matrix].add(kind)
-        assert kinds[True] == {"parameter", "momentum"}
-        assert kinds[False] <= {"parameter", "exp_avg", "exp_avg_sq"}
 
 
 @pytest.mark.parametrize("number", range(len(LAYOUTS)), ids=lambda n: LAYOUTS[n][0].describe())

@@ -96,7 +96,7 @@ def test_a_plan_edited_into_nonsense(tmp_path: Path) -> None:
     parts, spec = model_graphs(config, shape_of(config)), cluster(gpus=2, intra=2e8)
     profile = analytic_profile(spec, config.layout(), parts, DTYPE_BYTES["fp32"])
     for made in (build_schedule, partial(plan_run, profile=profile)):
-        says = r"^overlap\.plan.* partition tp/all_gather: pieces=0 must be between 1 and 64"
+        says = r"^overlap\.plan.*partition tp/all_gather: pieces=0 must be between 1 and 64"
         with pytest.raises(ConfigError, match=says) as caught:
             made(config, shape_of(config))
         assert "\n" not in str(caught.value)
