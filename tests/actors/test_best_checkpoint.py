@@ -46,6 +46,13 @@ def test_the_best_state_is_saved_and_stays(tmp_path: Path) -> None:
         assert kept(run.homes.store) == {12: 2.0, 15: None}, "another one is the best now"
 
 
+def test_without_the_key_nothing_is_kept_for_its_loss(tmp_path: Path) -> None:
+    with closing(Validated(tmp_path, every=5, keep=1)) as run:
+        run.validated(LOSSES)
+        assert run.saved == [5, 10]
+        assert kept(run.homes.store) == {10: None}
+
+
 @pytest.mark.parametrize("seed", range(SEED, SEED + 5))
 def test_over_failures_and_resumes(tmp_path: Path, seed: int) -> None:
     """Whatever comes: the lowest loss since the state that the run went on from is that of a checkpoint."""

@@ -1,6 +1,7 @@
 """Buckets that are cut over ranks: every element of the model is updated once."""
 
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -88,3 +89,12 @@ def test_ranks_update_every_element_of_the_model_once(
     assert sum(count.numel() for count in counts.values()) == shape.parameters()
     for name, count in counts.items():
         assert bool((count == 1).all()), name
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_who_holds_the_same_state(zero: int) -> None:
+    layout = ParallelLayout(dp=2, tp=2, pp=2, zero=zero)
+    for rank, other in product(range(layout.ranks), repeat=2):
+        here, there = (layout.mesh.position(one) for one in (rank, other))
+        alike = all(here[axis] == there[axis] for axis in (("pp", "tp", "dp") if zero else ("pp", "tp")))
+        assert (other in layout.mesh.holders(rank)) == alike

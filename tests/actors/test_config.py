@@ -153,6 +153,7 @@ def test_layers_by_name(tmp_path: Path) -> None:
     ("model", "says"),
     [
         ({"rotary_scaling": {"facto": 2}}, "scaling: unknown key 'facto'; did you mean 'factor'?"),
+        ({"rotary_scaling": 8}, "model.rotary_scaling=8: must hold keys and values, found 8"),
         ({"rotary_scaling": {}}, "model.rotary_scaling: factor is missing; give it a number"),
         ({"family": "gpt", "rotary_scaling": {"factor": 2}}, "does not go with model.family gpt"),
         ({"rotary_scaling": {"factor": 1, "factors": [1, 2], "original_sequence": 256}}, "has 2 entries"),

@@ -24,15 +24,18 @@ pytestmark = pytest.mark.slow
 
 
 def test_an_older_step_is_gone_back_to(tmp_path: Path, data: Path) -> None:
-    """Copies of every second step; what came later is forgotten, so that it cannot be mistaken for new."""
-    sections: dict[str, Any] = {"parallel": {"tp": 2}}
+    """Copies of every second step; what came later is forgotten, so that it cannot be mistaken for new.
+
+    The first stage gets its state back from its partner, whose own has another size.
+    """
+    sections: dict[str, Any] = {"parallel": {"pp": 3}, "model": {"layers": 3}, "train": {"global_batch": 12}}
     with started(tmp_path, data, wait=True, checkpoint={"copies_every": 2}, **sections) as ranks:
-        ranks.begin(1)
+        ranks.begin(2)
         states = ranks.train(range(5))
         assert {one.own for one in ranks.all(Rank.copies_held)} == {(2, 4)}
         ranks.all(Probed.spoil)
         assert not set(ranks.all(Probed.digest)) & set(states[3])
-        ranks.all(Rank.restore_copies, 2, [0, 1])
+        ranks.all(Rank.restore_copies, 2, [2, 1, 2])
         assert ranks.all(Probed.digest) == states[1]
         for one in ranks.all(Rank.copies_held):
             assert (one.own, one.partners) == ((2,), (2,))

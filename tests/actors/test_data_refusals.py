@@ -66,7 +66,15 @@ def test_wrong_keys_are_refused(data: dict[str, Any], says: str) -> None:
 
 def test_sets_inherit_what_they_leave_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CORPUS", "/corpus")
-    sets = [{**WEB, "files": ["$CORPUS/a", "python-stdlib"], "text_field": "body", "exclude": ["*.md"]}, CODE]
+    sets = [
+        {
+            **WEB,
+            "files": ["$CORPUS/a", "python-stdlib", "s3://x/c"],
+            "text_field": "body",
+            "exclude": ["*.md"],
+        },
+        CODE,
+    ]
     sets.append({"name": "named", "weight": 1, "hub": {"id": "allenai/c4"}, "validation_fraction": 0})
     whole = {"mixture": sets, "validation_fraction": 0.5, "directory": "tokens", "encoding_errors": "skip"}
     config = parse_config({"data": whole})
@@ -75,7 +83,7 @@ def test_sets_inherit_what_they_leave_out(tmp_path: Path, monkeypatch: pytest.Mo
     assert load_config(file).data == expanded(config).data
     found = anchored(expanded(config), Path("/here")).data.sets
     assert list(found) == ["web", "code", "named"]
-    assert found["web"].files == ("/corpus/a", "python-stdlib")
+    assert found["web"].files == ("/corpus/a", "python-stdlib", "s3://x/c")
     assert (found["web"].text_field, found["code"].text_field) == ("body", "text")
     assert (found["web"].exclude, found["code"].exclude) == (("*.md",), ())
     assert [one.validation_fraction for one in found.values()] == [0.5, 0.5, 0]

@@ -104,6 +104,9 @@ def test_a_graph_goes_before_the_groups_that_it_refers_to() -> None:
     member.start(1)
     member.break_off()
     assert member.told == ["graph dropped", "groups aborted"]
+    assert member.broken, "without a name the generation that runs is meant"
+    member.start(1)
+    assert not member.broken, "it begins again"
     member.start(2)
     member.told.clear()
     member.leave()

@@ -440,6 +440,23 @@ def test_nodes_that_take_no_ranks_are_waited_for_no_longer_than_said(tmp_path: P
         run(elastic_config(tmp_path, elastic={"wait_s": 0.5}), StandInLauncher(full, room=4), None, replanned)
 
 
+def test_layouts_that_trained_no_step_are_incidents_too(tmp_path: Path) -> None:
+    """Machines are fewer each time ranks are to start, down to one."""
+    train, elastic = {"steps": 2, "global_batch": 24}, {"min_ranks": 1}
+    config = elastic_config(tmp_path, parallel={"dp": 4}, train=train, elastic=elastic, checkpoint={})
+
+    def fewer(method: str, rank: int, arguments: tuple[Any, ...]) -> None:
+        if method == "start":
+            launcher.room = max(launcher.room - 1, 1)
+
+    launcher = StandInLauncher(fewer, room=4)
+    assert told(run(config, launcher, None, replanned)) == ["resized"] * 3
+    lines = recorded(config, "incidents")
+    assert [line["ranks"] for line in lines] == [[4, 3], [3, 2], [2, 1]]
+    for line in lines:
+        assert line["recovered_after_seconds"] == pytest.approx(sum(line["parts"].values()))
+
+
 # -- who keeps whose copies ----------------------------------------------------------------------------------
 
 
