@@ -81,7 +81,7 @@ def test_other_sizes(stored: dict[str, Path], kind: str, key: str, value: Any, t
     for text in (f"model.{key}={value!r}", repr(theirs), "config.json", f"leave model.{key} out"):
         assert text in message
     assert "\n" not in message
-    with pytest.raises(ConfigError, match=r"model\.layer=.*model\.initial"):
+    with pytest.raises(ConfigError, match=r"^model\.initial does not go with model\.layer="):
         load(stored[kind], layer="package.module:Layer")
 
 
