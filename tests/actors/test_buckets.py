@@ -1,52 +1,26 @@
-"""Buckets and shards: boxes of flat ranges, buckets that are cut over ranks, their memory."""
+"""Buckets that are cut over ranks: every element of the model is updated once."""
 
 from dataclasses import replace
 from itertools import product
-from math import prod
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from braid.actors.stage.model.model import StageModel
 from braid.actors.stage.state.buckets import RankBuckets
 from braid.actors.stage.state.parameters import Place
-from braid.actors.stage.state.shards import boxes_of_range
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.model.shape import ModelShape
 from braid.scheduling.model.sizes import PartSizes
 from braid.scheduling.schedule import buckets
-from braid.scheduling.schedule.buckets import ALIGNED, share_elements
 
 SHAPE = ModelShape(
     family="llama", hidden=64, ffn=96, layers=4, heads=4, kv_heads=2, head_dim=16, vocabulary=61, sequence=32
 )
 SETTINGS: dict[str, Any] = {"lr": 0.01, "min_lr_fraction": 1.0, "warmup_steps": 0, "steps": 10}
 SETTINGS |= {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "clip_norm": 0.5}
-
-
-@given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4), data=st.data())
-def test_boxes_are_the_elements_of_a_range_in_order(sizes: list[int], data: st.DataObject) -> None:
-    box = torch.arange(prod(sizes)).view(sizes)
-    begin = data.draw(st.integers(0, prod(sizes)))
-    end = data.draw(st.integers(begin, prod(sizes)))
-    found = []
-    for offsets, extents in boxes_of_range(sizes, begin, end):
-        at = tuple(slice(a, a + n) for a, n in zip(offsets, extents, strict=True))
-        assert box[at].shape == extents
-        found.append(box[at].reshape(-1))
-    assert len(found) <= 2 * len(sizes) + 1
-    assert torch.cat([*found, torch.empty(0, dtype=torch.long)]).tolist() == list(range(begin, end))
-
-
-@given(elements=st.integers(1, 10_000), ways=st.integers(1, 16))
-def test_shards_are_equal_and_hold_everything(elements: int, ways: int) -> None:
-    share = share_elements(elements, ways)
-    assert elements <= ways * share < elements + ways * ALIGNED
-    assert ways == 1 or share % ALIGNED == 0
 
 
 def held(

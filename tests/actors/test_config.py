@@ -55,24 +55,6 @@ def test_numbers_that_should_be_text(tmp_path: Path, text: str, says: str) -> No
     assert str(getattr(written(tmp_path, "", f'{key}="{value}"'), key)) == value
 
 
-PATHS: dict[str, Any] = {
-    "runs": "r",
-    "model": {"layer": "mine.py:Layer", "initial": "weights"},
-    "data": {"files": ["a.txt", "/b.txt", "python-stdlib", "s3://x/c"], "tokenizer": "t.json"},
-    "overlap": {"plan": "p.yaml", "profile": None, "schedule_file": "/s.txt"},
-    "checkpoint": {"mirror": "mirror"},
-}
-
-
-def test_anchored() -> None:
-    config = anchored(parse_config(PATHS), Path("/base"))
-    assert config.data.files == ("/base/a.txt", "/b.txt", "python-stdlib", "s3://x/c")
-    assert (config.data.directory, config.overlap.profile) == (None, None)
-    assert anchored(config, Path("/other")) == config
-    assert anchored(parse_config({}), Path("/base")).tokenizer == "bytes"
-    assert not anchored(parse_config({}), Path("/base")).model.model_fields_set, "nothing that was not given"
-
-
 MIRRORS = {
     "/m": "/m",
     "file:m": "file:/base/m",
@@ -145,6 +127,7 @@ def test_homes_are_left_to_whoever_reads_them() -> None:
     config = anchored(parse_config(content), Path("/base"))
     assert (str(config.runs), str(config.data.directory)) == ("~/r", "$D/d")
     assert config.model.layer == "package.module:Layer"
+    assert not anchored(parse_config({}), Path("/base")).model.model_fields_set, "nothing that was not given"
 
 
 def test_layers_by_name(tmp_path: Path) -> None:
@@ -185,7 +168,6 @@ def test_layers_by_name(tmp_path: Path) -> None:
             "do not go with model.softmax_after=true; leave one out",
         ),
         ({"family": "gpt", "head_norm": True}, "model.head_norm=True does not go with model.family gpt"),
-        ({"preset": "gpt-6.7b", "qkv_bias": True}, "model.qkv_bias=True does not go with model.family gpt"),
     ],
 )
 def test_parts_of_attention_that_cannot_be(model: dict[str, object], says: str) -> None:
@@ -209,7 +191,7 @@ def test_what_belongs_to_a_file_begins_at_its_folder(tmp_path: Path, monkeypatch
     assert config.model.initial == tmp_path / "folder" / "weights"
     assert config.checkpoint.mirror == f"file:{tmp_path}/folder/mirror"
     assert (config.runs, config.data.files) == (Path("runs"), ("python-stdlib",))
-    model = parse_config(PATHS).model
+    model = parse_config({"model": {"layer": "mine.py:Layer", "initial": "weights"}}).model
     assert (model.layer, model.initial) == ("mine.py:Layer", Path("weights")), "no file, no folder"
 
 
@@ -235,9 +217,6 @@ def test_other_variables_have() -> None:
     assert parse_config({"cluster": {"env": variables}}).cluster.env == variables
 
 
-SHARE = "must be a number at least 0, < 1"
-
-
 @pytest.mark.parametrize(
     ("override", "says"),
     [
@@ -250,17 +229,11 @@ SHARE = "must be a number at least 0, < 1"
         ("overlap.schedule=dhelx", "overlap.schedule='dhelx': is not known; did you mean 'dhelix'?"),
         ("train.steps=true", "train.steps=true: must be a whole number at least 1"),
         ("train.betas=[true, 0.9]", "train.betas=[true, 0.9]: must be a list of 2 numbers at least 0, < 1"),
-        ("train.betas=[0.9]", "train.betas=[0.9]: must be a list of 2 numbers at least 0, < 1"),
         ("train.seed=-1", "train.seed=-1: must be a whole number at least 0, < 4294967296"),
-        *((f"train.dropout={odd}", f"train.dropout={odd}: {SHARE}") for odd in (1, -0.1, "true")),
-        ("train.dropout=.nan", f"train.dropout=nan: {SHARE}"),
-        ("train.label_smoothing=1.0", f"train.label_smoothing=1.0: {SHARE}"),
-        ("train.label_smoothing=-1e-3", f"train.label_smoothing=-0.001: {SHARE}"),
+        ("train.dropout=1", "train.dropout=1: must be a number at least 0, < 1"),
+        ("overlap.memory_slack=-0.1", "overlap.memory_slack=-0.1: must be a number at least 0"),
         ("train.z_loss=-1e-4", "train.z_loss=-0.0001: must be a number at least 0"),
-        ("train.z_loss=.inf", "train.z_loss=inf: must be a number at least 0"),
         ("model.dropout=0.1", "unknown key 'model.dropout'; did you mean 'train.dropout'?"),
-        ("train.resid_pdrop=0.1", "unknown key 'train.resid_pdrop'; did you mean 'train.dropout'?"),
-        ("train.lm_z_loss=1e-4", "unknown key 'train.lm_z_loss'; did you mean 'train.z_loss'?"),
         ("telemetry.page=1", "telemetry.page=1: must be true or false"),
         ("overlap.cuda_graphs=maybe", "overlap.cuda_graphs='maybe': must be true or false, or auto"),
         ("cluster.env={A: 1}", 'cluster.env.A=1: must be text; write it in quotes: "1"'),

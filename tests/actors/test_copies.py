@@ -3,9 +3,7 @@
 Where lost ranks cannot be replaced, survivors write what they hold of all: a checkpoint like any other.
 """
 
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,139 +15,61 @@ from braid.actors.controller.records.json_lines import read_lines
 from braid.actors.controller.records.run_records import CheckpointSaved, Incident, RunDirectory
 from braid.actors.controller.state.checkpoint_stores import Homes
 from braid.actors.controller.state.manifest import CheckpointStore
-from braid.actors.controller.state.recovery import newest_common
 from braid.actors.controller.state.saving import Saver, manifest_facts
 from braid.actors.stage.rank.interface import Rank
 from braid.actors.stage.state.checkpoint import read_tensors
-from tests.actors.ranks import Probed, Ranks, started
+from tests.actors.ranks import Probed, started
 
 pytestmark = pytest.mark.slow
 
 
-def test_a_lost_rank_gets_its_state_back(tmp_path: Path, data: Path) -> None:
-    """Though a step does not wait for its copy."""
-    shift = 2
-    sections: dict[str, Any] = {
-        "parallel": {"pp": 3},
-        "model": {"layers": 3},  # stages of different sizes
-        "train": {"global_batch": 12, "steps": 5},
-        "checkpoint": {"copies_every": 1},
-    }
-    with started(tmp_path, data, **sections) as ranks:
-        ranks.begin(shift)
-        states = ranks.train(range(5))
-        for every in zip(*states, strict=True):
-            assert len(set(every)) == 5, "every step changes every rank's state"
-        ranks.begin(shift)
-        assert {one.own for one in ranks.all(Rank.copies_held)} == {(0,)}, "no later ones"
-        assert ranks.train(range(3)) == states[:3]
-        lost = random.Random().randrange(ranks.layout.ranks)
-        held = ranks.lose([lost], shift)
-        assert held[lost].own == held[lost].partners == ()
-        step, sources = newest_common(held, ranks.layout.mesh, 5) or (-1, [])
-        assert step in (2, 3)
-        assert sources[lost] != lost
-        ranks.all(Rank.restore_copies, step, sources)
-        assert ranks.all(Probed.digest) == states[step - 1]
-        assert ranks.train(range(step, 5)) == states[step:]
-        # Copies are kept on: the same again, another rank.
-        lost = (lost + 1) % ranks.layout.ranks
-        held = ranks.lose([lost], shift)
-        again = newest_common(held, ranks.layout.mesh, 5) or (-1, [])
-        ranks.all(Rank.restore_copies, *again)
-        assert again[0] in (4, 5)
-        assert ranks.all(Probed.digest) == states[again[0] - 1]
-
-
 def test_an_older_step_is_gone_back_to(tmp_path: Path, data: Path) -> None:
-    """Copies of every second step; what came later is forgotten, so that it cannot be mistaken for new."""
-    sections: dict[str, Any] = {"parallel": {"tp": 2}}
+    """Copies of every second step; what came later is forgotten, so that it cannot be mistaken for new.
+
+    The first stage gets its state back from its partner, whose own has another size.
+    """
+    sections: dict[str, Any] = {"parallel": {"pp": 3}, "model": {"layers": 3}, "train": {"global_batch": 12}}
     with started(tmp_path, data, wait=True, checkpoint={"copies_every": 2}, **sections) as ranks:
-        ranks.begin(1)
+        ranks.begin(2)
         states = ranks.train(range(5))
         assert {one.own for one in ranks.all(Rank.copies_held)} == {(2, 4)}
         ranks.all(Probed.spoil)
         assert not set(ranks.all(Probed.digest)) & set(states[3])
-        ranks.all(Rank.restore_copies, 2, [0, 1])
+        ranks.all(Rank.restore_copies, 2, [2, 1, 2])
         assert ranks.all(Probed.digest) == states[1]
         for one in ranks.all(Rank.copies_held):
             assert (one.own, one.partners) == ((2,), (2,))
         assert ranks.train(range(2, 5)) == states[2:]
 
 
-# -- rescue --------------------------------------------------------------------------------------------------
-
-
-GPT = {"family": "gpt", "kv_heads": 4}
-FACTS = {"data": "a test's"}
-
-
-class Run:
-    """The controller's side of ranks that a test drives, which have trained so many steps."""
-
-    def __init__(self, ranks: Ranks, shift: int, steps: int) -> None:
-        config = ranks.plan.config
-        self._ranks, self._steps = ranks, steps
-        self.directory = RunDirectory(config, resume=False, overwrite=True)
-        self.homes = Homes(CheckpointStore(self.directory.path / "checkpoints"), None, "")
-        self.saver = Saver(self.homes, self.directory, CheckpointConfig())
-        facts = manifest_facts(config.layout(), FACTS, ranks.plan.shape)
-        self.saver.goes_on(0, ranks.group, 1, facts)
-        ranks.begin(shift)
-        ranks.train(range(steps))
-
-    def rescue(self) -> list[CheckpointSaved | Incident]:
-        """What is told of it."""
-        return list(self.saver.rescue(self._ranks.group, self._ranks.plan.config, self._steps, 1))
-
-
-@contextmanager
-def trained(
-    path: Path, data: Path, shift: int, steps: int, parallel: dict[str, int], model: dict[str, Any]
-) -> Iterator[tuple[Ranks, Run]]:
-    """Ranks whose copies have arrived."""
-    sections = {"parallel": parallel, "model": model, "checkpoint": {"copies_every": 1}}
-    with started(path, data, wait=True, **sections) as ranks:
-        run = Run(ranks, shift, steps)
-        try:
-            yield ranks, run
-        finally:
-            run.saver.close()
-            run.directory.close()
-
-
-@pytest.mark.parametrize(
-    ("parallel", "model", "shift", "lost"),
-    [
-        ({"pp": 3}, {"layers": 3}, 2, [0]),  # the rank that others meet at
-        ({"dp": 2, "tp": 2}, GPT, 1, [0, 1, 2]),
-    ],
-    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
-)
-def test_survivors_write_what_all_ranks_had(
-    tmp_path: Path,
-    data: Path,
-    parallel: dict[str, int],
-    model: dict[str, Any],
-    shift: int,
-    lost: list[int],
-) -> None:
-    everything = tmp_path / "everything"
+def test_survivors_write_what_all_ranks_had(tmp_path: Path, data: Path) -> None:
+    """Three of four ranks are lost, the one that others meet at among them."""
+    everything, facts = tmp_path / "everything", {"data": "a test's"}
     everything.mkdir()
-    with trained(tmp_path / "run", data, shift, 3, parallel, model) as (ranks, run):
+    model, checkpoint = {"family": "gpt", "kv_heads": 4}, {"copies_every": 1}
+    sections: dict[str, Any] = {"parallel": {"dp": 2, "tp": 2}, "model": model, "checkpoint": checkpoint}
+    with started(tmp_path / "run", data, wait=True, **sections) as ranks, ExitStack() as stack:
+        config, shape = ranks.plan.config, ranks.plan.shape
+        directory = RunDirectory(config, resume=False, overwrite=True)
+        stack.callback(directory.close)
+        homes = Homes(CheckpointStore(directory.path / "checkpoints"), None, "")
+        saver = Saver(homes, directory, CheckpointConfig())
+        stack.callback(saver.close)
+        saver.goes_on(0, ranks.group, 1, manifest_facts(config.layout(), facts, shape))
+        ranks.begin(1)
+        ranks.train(range(3))
         ranks.all(Rank.save, str(everything), 3)  # by all ranks, in the ordinary way
-        ranks.kill(lost)
-        saved, told = run.rescue()
-        found = run.homes.newest_of(ranks.plan.shape)
-        again = run.rescue()
+        ranks.kill([0, 1, 2])
+        saved, told = saver.rescue(ranks.group, config, 3, 1)
+        found = homes.newest_of(shape)
+        assert list(saver.rescue(ranks.group, config, 3, 1)) == [], "a checkpoint is as new"
     assert isinstance(saved, CheckpointSaved)
     assert (saved.step, saved.path) == (3, found.path)
     assert isinstance(told, Incident)
     assert told.kind == "rescued"
-    assert (found.manifest.step, found.manifest.data) == (3, FACTS)
-    assert again == [], "a checkpoint is as new"
+    assert (found.manifest.step, found.manifest.data) == (3, facts)
     ours, theirs = read_tensors(Path(found.path)), read_tensors(everything)
     assert set(ours) == set(theirs)
     assert [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])] == []
     assert all(tensor.any() for name, tensor in ours.items() if name.startswith("exp_avg_sq")), "they move"
-    assert [line["kind"] for line in read_lines(run.directory.path / "events.jsonl")] == ["saved", "rescued"]
+    assert [line["kind"] for line in read_lines(directory.path / "events.jsonl")] == ["saved", "rescued"]

@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,16 +74,6 @@ def test_the_order_is_pinned() -> None:
     assert sample_ids(0, 10, 0, 20).tolist() == [3, 9, 0, 8, 4, 1, 7, 2, 5, 6, 7, 0, 1, 5, 9, 3, 2, 8, 4, 6]
     large = sample_ids(1234, 10**12, 5 * 10**12 - 2, 4)
     assert large.tolist() == [35674520411, 472059767871, 435074830390, 17976056268]
-
-
-@pytest.mark.parametrize("samples", [2, 3, 4, 5, 6])
-def test_all_orders_of_few_samples_are_equally_likely(samples: int) -> None:
-    epochs = 200 * math.factorial(samples)
-    orders = sample_ids(11, samples, 0, epochs * samples).reshape(epochs, samples)
-    _, counts = np.unique(orders, axis=0, return_counts=True)
-    assert counts.size == math.factorial(samples)
-    expected, freedom = counts.mean(), counts.size - 1  # Pearson's statistic, in standard deviations
-    assert abs(((counts - expected) ** 2 / expected).sum() - freedom) < 5 * math.sqrt(2 * freedom)
 
 
 # Windows.
@@ -174,20 +163,14 @@ def edit_shard(folder: Path, **entries: object) -> None:
         (lambda d: (d / "index.json").unlink(), "cannot read index.json.*`braid prepare`"),
         (lambda d: (d / "index.json").write_text("{"), "is not JSON; prepare it again"),
         (lambda d: (d / "index.json").write_text("[" * 100_000), "is not JSON; prepare it again"),
-        (lambda d: (d / "index.json").write_bytes(b"\xff"), "is not JSON; prepare it again"),
         (lambda d: (d / "index.json").write_text("[]"), "not of the format braid-tokens"),
         (lambda d: edit(d, format="npm"), "not of the format braid-tokens"),
         (lambda d: edit(d, version=2), "has version 2, this Braid reads 1; prepare it again"),
-        (lambda d: edit(d, more=1), "damaged .more: "),
         (lambda d: edit(d, dtype="float64"), "damaged .dtype: Input should be 'uint16' or 'uint32'"),
         (lambda d: edit(d, token_bytes=[1] * 256), "damaged .token_bytes has 256 entries, the vocabulary 25"),
-        (lambda d: edit(d, token_bytes=[1] * 256 + [-1]), r"damaged .token_bytes\.256: "),
-        (lambda d: edit(d, vocabulary=True), "damaged .vocabulary: "),
-        (lambda d: edit(d, splits=[]), "damaged .splits: "),
         (lambda d: edit(d, splits={}), "damaged .splits are"),
         (lambda d: edit_shard(d, tokens=-10), r"damaged .splits\.train\.0\.tokens: "),
         (lambda d: edit_shard(d, file="../train-00000.bin"), "damaged .shard '../train-00000.bin'"),
-        (lambda d: edit_shard(d, file="/etc/passwd"), "damaged .shard '/etc/passwd'"),
         (lambda d: (d / "train-00000.bin").unlink(), "train-00000.bin: No such file.*prepare it again"),
         (lambda d: (d / "train-00000.bin").write_bytes(b"12"), "train-00000.bin has 2 bytes, not 66"),
     ],

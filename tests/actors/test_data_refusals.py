@@ -33,30 +33,17 @@ CASES: list[tuple[dict[str, Any], str]] = [
         "data.mixture[0]: set 'web' has both files and hub; give one",
     ),
     ({"mixture": [{**WEB, "weight": 0}]}, "data.mixture[0].weight=0: must be a number > 0"),
-    ({"mixture": [CODE, {**WEB, "weight": -1}]}, "data.mixture[1].weight=-1: must be a number > 0"),
-    ({"mixture": [{**WEB, "weight": True}]}, "data.mixture[0].weight=true: must be a number > 0"),
     ({"mixture": [{**WEB, "weight": float("inf")}]}, "data.mixture[0].weight=inf: must be a number > 0"),
     ({"mixture": [{**WEB, "name": "a/b"}]}, "data.mixture[0].name='a/b': must be text like "),
     ({"mixture": [{"weight": 1, "files": ["a"]}]}, "data.mixture[0].name is missing; it must be text like "),
     ({"mixture": [{**WEB, "wieght": 1}]}, "'data.mixture[0].wieght'; did you mean 'data.mixture[0].weight'?"),
     ({"mixture": [{**WEB, "tokenizer": "x"}]}, "'data.mixture[0].tokenizer'; did you mean 'data.tokenizer'?"),
-    ({"mixture": [{**WEB, "format": "megaton"}]}, "data.mixture[0].format='megaton': must be one of auto, "),
-    ({"mixture": [{**WEB, "files": "a"}]}, "data.mixture[0].files='a': must be a list; write it in brackets"),
     ({"mixture": [{**WEB, "files": [1]}]}, "data.mixture[0].files[0]=1: must be text; write it in quotes"),
-    (
-        {"mixture": [{**WEB, "validation_fraction": 1}]},
-        "data.mixture[0].validation_fraction=1: must be a number",
-    ),
-    (
-        {"mixture": ["web"]},
-        "data.mixture[0]='web': is a section of keys; write them as data.mixture[0]: {name",
-    ),
     ({"mixture": WEB}, "must be a list of mappings with name, weight, files, hub, "),
     ({"mixture": "web"}, "data.mixture='web': must be a list; write it in brackets"),
     ({"hub": "allenai/c4"}, "data.hub='allenai/c4': is a section of keys; write them as data.hub: {id: ...}"),
     ({"hub": {"subset": "en"}}, "data.hub.id is missing; it must be text"),
     ({"hub": {"id": "x", "splits": "a"}}, "unknown key 'data.hub.splits'; did you mean 'data.hub.split'?"),
-    ({"hub": {"id": "x", "streaming": 1}}, "data.hub.streaming=1: must be true or false"),
     ({"hub": {"id": "x"}, "format": "jsonl"}, "data.format=jsonl is for files, and hub reads a column; set"),
     (
         {"mixture": [CODE], "format": "text"},
@@ -79,7 +66,15 @@ def test_wrong_keys_are_refused(data: dict[str, Any], says: str) -> None:
 
 def test_sets_inherit_what_they_leave_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CORPUS", "/corpus")
-    sets = [{**WEB, "files": ["$CORPUS/a", "python-stdlib"], "text_field": "body", "exclude": ["*.md"]}, CODE]
+    sets = [
+        {
+            **WEB,
+            "files": ["$CORPUS/a", "python-stdlib", "s3://x/c"],
+            "text_field": "body",
+            "exclude": ["*.md"],
+        },
+        CODE,
+    ]
     sets.append({"name": "named", "weight": 1, "hub": {"id": "allenai/c4"}, "validation_fraction": 0})
     whole = {"mixture": sets, "validation_fraction": 0.5, "directory": "tokens", "encoding_errors": "skip"}
     config = parse_config({"data": whole})
@@ -88,7 +83,7 @@ def test_sets_inherit_what_they_leave_out(tmp_path: Path, monkeypatch: pytest.Mo
     assert load_config(file).data == expanded(config).data
     found = anchored(expanded(config), Path("/here")).data.sets
     assert list(found) == ["web", "code", "named"]
-    assert found["web"].files == ("/corpus/a", "python-stdlib")
+    assert found["web"].files == ("/corpus/a", "python-stdlib", "s3://x/c")
     assert (found["web"].text_field, found["code"].text_field) == ("body", "text")
     assert (found["web"].exclude, found["code"].exclude) == (("*.md",), ())
     assert [one.validation_fraction for one in found.values()] == [0.5, 0.5, 0]

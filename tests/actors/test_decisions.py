@@ -12,7 +12,7 @@ import pytest
 from braid.actors.config import Config, ConfigError
 from braid.actors.controller import decisions, planning
 from braid.actors.controller.combining import combine
-from braid.actors.controller.decisions import KEPT, Decisions, find_or_decide
+from braid.actors.controller.decisions import Decisions, find_or_decide
 from braid.actors.controller.planning import model_graphs
 from braid.actors.controller.profiling import _profile_path
 from braid.actors.controller.ranks.processes import ProcessLauncher
@@ -120,20 +120,6 @@ def test_damaged_files_are_made_anew(tmp_path: Path, damage: Callable[[str], str
     path.write_text(damage(whole), encoding="utf-8")
     assert decided(config, profile) == made
     assert path.read_text(encoding="utf-8") == whole
-
-
-def test_the_newest_ones_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = config_of(tmp_path)
-    profile = profile_of(config)
-    made = decided(config, profile)
-    monkeypatch.setattr(decisions, "decide", lambda *_: made)
-    for number in range(KEPT):
-        decided(config, replace(profile, source=f"measured: {number}"))
-        decided(config, profile)  # in use, so it stays
-    assert len(list((config.runs / "profiles").glob("decisions-*.json"))) == KEPT
-    monkeypatch.undo()
-    forbid(monkeypatch)
-    assert decided(config, profile) == made
 
 
 def test_a_printed_schedule_is_what_a_run_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,36 +102,22 @@ def test_a_node_that_leaves_is_not_weighed_nor_waited_for() -> None:
     assert strict.to_room(config_of(dp=4), 2, 0.0, 0.001, 1) is None
 
 
-@given(
-    st.sampled_from([2, 4, 8]),
-    st.integers(1, 9),
-    st.floats(1.0, 8.0),
-    st.floats(0.01, 10.0),
-    st.integers(0, 1000),
+@pytest.mark.parametrize(
+    ("capacity", "times", "steps_left", "left"),
+    [(2, 4.0, 1000, 2), (4, 1.2, 1000, 4), (2, 2.1, 1000, None), (2, 4.0, 20, None), (0, 8.0, 1000, None)],
+    ids=["half of the ranks", "a spare one", "5 % faster", "for a few steps", "no room"],
 )
 def test_a_straggler_is_left_out_if_that_is_faster(
-    ranks: int, capacity: int, times: float, step_s: float, steps_left: int
+    capacity: int, times: float, steps_left: int, left: int | None
 ) -> None:
-    members = Resizing(ROOMY, NO_NODES, fits)
+    members, config = Resizing(ROOMY, NO_NODES, fits), config_of(dp=4)
     slow = Straggler(rank=1, stage=0, times=times)
-    config = config_of(dp=ranks)
-    members.to_room(config, capacity, 100.0, step_s, steps_left)
-    left_s = step_s * steps_left
-    just_now = members.without(slow, "10.0.0.2", config, capacity, 104.9, left_s)
+    members.to_room(config, capacity, 100.0, 1.0, steps_left)
+    just_now = members.without(slow, "10.0.0.2", config, capacity, 104.9, float(steps_left))
     assert just_now is None, "nodes have come or gone: that is looked at first"
-    change = members.without(slow, "10.0.0.2", config, capacity, 105.0, left_s)
-    # dp must divide four micro-batches of the global batch; the room is that without the slow node.
-    left = max((n for n in (1, 2, 4) if n <= min(capacity, ranks)), default=0)
-    if best := best_degrees(config_of(dp=ranks), min(capacity, ranks), fits, ROOMY):
-        left = best.ranks
-    later_s = step_s * ranks / (left * times) if left else math.inf
-    gain_s = steps_left * (step_s - later_s)
-    if left and (math.isclose(step_s / later_s, 1.1) or math.isclose(gain_s, members.cost_s)):
-        return
-    worth = left > 0 and step_s / later_s > 1.1 and gain_s > members.cost_s
-    assert (change is not None) == worth
+    change = members.without(slow, "10.0.0.2", config, capacity, 105.0, float(steps_left))
+    assert (None if change is None else change.degrees.ranks) == left
     if change is not None:
-        assert change.degrees.ranks == left
         assert change.reason.startswith(f"rank 1 on 10.0.0.2 takes {times:.2f} times as long")
 
 

@@ -5,7 +5,6 @@ import random
 import signal
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,24 +12,20 @@ from typing import Any
 import pytest
 import torch
 
-from braid.actors.stage.rank.faults import FOLDER, Saboteur, fire, fired_at, let_go
+from braid.actors.stage.rank.faults import FOLDER, Saboteur, fired_at, let_go
 from braid.actors.stage.rank.messages import Fault, FaultKind, FaultPhase
 from braid.scheduling.schedule.code import Stretch
 from braid.scheduling.schedule.operations import Compute, Direction, Gather, Norm, Reduce, Start, Step
 from braid.scheduling.schedule.schedule import passes_in
 from tests.actors.test_bytes_of_shares import code_of
 from tests.end_to_end.runs import run_plan, small_config
-
-
-@pytest.fixture
-def stretches(tmp_path: Path) -> tuple[Stretch, ...]:
-    """Of a pipeline's first stage."""
-    return of_first_stage(tmp_path, {"pp": 2, "dp": 2})
+from tests.waiting import within
 
 
 def of_first_stage(
     tmp_path: Path, parallel: dict[str, int], schedule: str | None = None
 ) -> tuple[Stretch, ...]:
+    """The code of a pipeline's first stage."""
     overlap = {} if schedule is None else {"overlap": {"schedule": schedule}}
     plan = run_plan(small_config(tmp_path / "runs", parallel=parallel, **overlap))
     return code_of(plan).stages[0]
@@ -57,25 +52,20 @@ def test_a_rank_is_held_before_a_transfer(tmp_path: Path, phase: FaultPhase, zer
     begun = [one for one in starts if isinstance(one, Reduce | Gather) and one.chunk is not None]
     wanted = [one for one in begun if isinstance(one, Gather if phase == "gather" else Reduce)]
     draw, hit = random.Random(), set()
+
+    def transfer(look: Any, passed: list[Reduce | Gather]) -> None:
+        for what in begun:
+            look(what)
+            passed.append(what)
+
     for number in range(8):
         one = fault(name=f"{number:03}", kind="hold", phase=phase, place=draw.random())
-        saboteur = Saboteur([one], 1, tmp_path, stretches)
+        saboteur, passed = Saboteur([one], 1, tmp_path, stretches), list[Reduce | Gather]()
         assert saboteur.before(5, gradients()) is None
         assert saboteur.transfers(4) is None
-        passed: list[Reduce | Gather] = []
-
-        def transfer(look: Any, passed: list[Reduce | Gather] = passed) -> None:
-            for what in begun:
-                look(what)
-                passed.append(what)
-
-        thread = threading.Thread(target=transfer, args=(saboteur.transfers(5),))
+        thread = threading.Thread(target=transfer, args=(saboteur.transfers(5), passed))
         thread.start()
-        deadline = time.monotonic() + 10
-        while not (tmp_path / FOLDER / one.name).exists() and time.monotonic() < deadline:
-            time.sleep(0.001)
-        time.sleep(0.01)
-        assert passed == begun[: len(passed)]
+        assert within(10, (tmp_path / FOLDER / one.name).exists)
         assert begun[len(passed)] in wanted
         hit.add(len(passed))
         let_go(tmp_path / FOLDER, one.name)
@@ -115,13 +105,12 @@ KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 )
 def test_it_comes_once_at_its_place(
     tmp_path: Path,
-    stretches: tuple[Stretch, ...],
     killed: list[int],
     phase: str,
     kind: FaultKind,
     sent: signal.Signals,
 ) -> None:
-    draw, hit = random.Random(), set()
+    stretches, draw, hit = of_first_stage(tmp_path, {"pp": 2, "dp": 2}), random.Random(), set()
     for number in range(30):
         one = fault(name=f"{number:03}", kind=kind, phase=phase, place=draw.random())
         saboteur = Saboteur([one], 1, tmp_path, stretches)
@@ -169,36 +158,3 @@ def test_a_gradient_that_is_no_number(
     held.buckets[0].gradients.shard[0] = 0.0
     look(first)
     assert held.buckets[0].gradients.shard.isnan().any() == (kind == "skip")
-
-
-def test_a_save_is_hit_while_it_writes(
-    tmp_path: Path, stretches: tuple[Stretch, ...], killed: list[int]
-) -> None:
-    def waiting() -> list[threading.Thread]:
-        return [thread for thread in threading.enumerate() if thread.name == "saboteur"]
-
-    saboteur = Saboteur([fault(phase="save")], 1, tmp_path, stretches)
-    assert saboteur.before(5, gradients()) is None
-    folder = tmp_path / "step-6.tmp-1"
-    folder.mkdir()
-    saboteur.during_save(5, folder)
-    assert not waiting(), "a save too early"
-    saboteur.during_save(6, folder)
-    (thread,) = waiting()
-    assert killed == [], "nothing is written yet"
-    (folder / "__1_0.distcp").write_bytes(b"half")
-    thread.join(10)
-    assert killed == [signal.SIGKILL]
-    saboteur.during_save(12, folder)
-    assert not waiting(), "it has fired"
-
-
-def test_of_many_who_fire_one_does(tmp_path: Path) -> None:
-    barrier = threading.Barrier(8)
-
-    def shoot(_: int) -> bool:
-        barrier.wait()
-        return fire(tmp_path / FOLDER, "000")
-
-    with ThreadPoolExecutor(8) as threads:
-        assert sorted(threads.map(shoot, range(8))) == [False] * 7 + [True]

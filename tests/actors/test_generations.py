@@ -104,6 +104,9 @@ def test_a_graph_goes_before_the_groups_that_it_refers_to() -> None:
     member.start(1)
     member.break_off()
     assert member.told == ["graph dropped", "groups aborted"]
+    assert member.broken, "without a name the generation that runs is meant"
+    member.start(1)
+    assert not member.broken, "it begins again"
     member.start(2)
     member.told.clear()
     member.leave()
@@ -141,12 +144,3 @@ def test_an_early_interrupt_is_not_forgotten() -> None:
         member.start(2)
     member.start(3)
     member.intact()
-
-
-def test_without_a_name_the_generation_that_runs_is_meant() -> None:
-    member = Told()
-    member.start(4)
-    member.break_off()
-    assert member.broken
-    member.start(4)
-    assert not member.broken, "it begins again"

@@ -1,6 +1,7 @@
 """Who is found to be in trouble while a call waits: silence, no progress, and whom it is laid to."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -106,15 +107,6 @@ def test_what_is_waited_for_is_told() -> None:
 # -- what is told of the ranks' numbers, once each ----------------------------------------------------------
 
 
-class Counted:
-    """A collector that has lost three spans."""
-
-    target = None
-
-    def counts(self) -> SpanCounts:
-        return SpanCounts(lost=3)
-
-
 def line(compute: list[float], dropped: int = 0, every: int = 1) -> dict[str, Any]:
     return {
         "compute_seconds": compute,
@@ -126,7 +118,8 @@ def line(compute: list[float], dropped: int = 0, every: int = 1) -> dict[str, An
 def test_each_trouble_is_told_once_and_slow_ranks_are_named(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(steps, "_WATCH_SECONDS", 0.0)
     directory = RunDirectory(small_config(tmp_path), resume=False, overwrite=False)
-    watch = Watch(Counted(), directory, ParallelLayout(pp=2, dp=2))
+    collector: Any = SimpleNamespace(target=None, counts=lambda: SpanCounts(lost=3))
+    watch = Watch(collector, directory, ParallelLayout(pp=2, dp=2))
     told = []
     for step in range(1, 4 * LAST):
         slow = LAST < step < 3 * LAST and step != 2 * LAST + 5

@@ -19,16 +19,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from braid.actors.config import Config, ConfigError, load_config, parse_config
 from braid.actors.stage.files.hub_files import HubDirectory, check_initial
-from braid.actors.stage.model.model import StageModel
-from braid.actors.stage.state import exchange
-from braid.actors.stage.state.bucket import buckets_of, shards_in_order
-from braid.actors.stage.state.parameters import Place
-from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.model.presets.hugging_face import CONFIG, hugging_face_config, initial_shape
 from braid.scheduling.model.presets.library import model_preset
 from braid.scheduling.model.rotary import RotaryScaling
 from braid.scheduling.model.shape import ModelShape
-from braid.scheduling.model.sizes import PartSizes
 from tests.actors.saved import Marker
 from tests.foreign_models import LONG, SEQUENCE, random_model
 
@@ -75,11 +69,9 @@ def edit(path: Path, **changes: Any) -> None:
     [
         ("llama", "rotary_base", 1e4, 5e4),
         ("llama", "family", "gpt", "llama"),
-        ("llama", "sequence", 64, SEQUENCE),
         ("gpt2", "tied_head", False, True),
         ("mixtral", "softmax_after", True, False),
         ("qwen3 moe, sparse, tied", "pattern", "dense layer", "dense layer 2*dense"),
-        ("llama", "balance_loss", 0.01, 0.0),
     ],
 )
 def test_other_sizes(stored: dict[str, Path], kind: str, key: str, value: Any, theirs: Any) -> None:
@@ -89,7 +81,7 @@ def test_other_sizes(stored: dict[str, Path], kind: str, key: str, value: Any, t
     for text in (f"model.{key}={value!r}", repr(theirs), "config.json", f"leave model.{key} out"):
         assert text in message
     assert "\n" not in message
-    with pytest.raises(ConfigError, match=r"model\.initial does not go with model\.layer="):
+    with pytest.raises(ConfigError, match=r"^model\.initial does not go with model\.layer="):
         load(stored[kind], layer="package.module:Layer")
 
 
@@ -158,12 +150,10 @@ REFUSALS = [
     no("llama", "gemma3|'llama'|'qwen3'|'gpt2'", model_type="gemma3", architectures=["Gemma3ForCausalLM"]),
     no("llama", "LlamaForSequenceClassification", architectures=["LlamaForSequenceClassification"]),
     no("llama", "hidden_act='gelu'|'silu'", hidden_act="gelu"),
-    no("llama", "attention_bias=True", attention_bias=True),
     no("llama", "low_freq_factor is missing", rope_parameters={"rope_type": "llama3", "factor": 8.0}),
     no("llama", "rope_scaling|yarn|'llama3'", rope_scaling={"rope_type": "yarn", "factor": 2.0}),
     no("llama", "factor='x'|a number", rope_scaling={"type": "linear", "factor": "x"}),
     no("llama", "partial_rotary_factor=0.5|all dimensions", partial_rotary_factor=0.5),
-    no("llama", "mlp_bias=True|False", mlp_bias=True),
     no("llama", "rope_parameters=[1]", rope_parameters=[1]),
     no("llama", "quantization_config", quantization_config={"bits": 4}),
     no("llama", "hidden_size is missing", hidden_size=None),
@@ -181,13 +171,9 @@ REFUSALS = [
     no("qwen3 moe", "mlp_only_layers=['0']|numbers of layers", mlp_only_layers=["0"]),
     no("qwen3 moe", "lacks tensor model.layers.2.mlp.gate_proj.weight", mlp_only_layers=[2]),
     no("qwen3 moe", "model_type='qwen2_moe'|shared expert", model_type="qwen2_moe"),
-    no("qwen3 moe", "model_type='olmoe'|all heads together", model_type="olmoe"),
-    no("qwen3 moe", "gate_proj.weight has shape [48, 64] instead of [40, 64]", moe_intermediate_size=40),
-    no("qwen3 moe", "holds tensor model.layers.3.|a moe model", num_hidden_layers=3),
     no("phi moe", "mixer_jitter=0.0|SparseMixer", router_jitter_noise=0.0),
     no("phi moe", "top_k=1|two", num_experts_per_tok=1),
     no("phi moe", "head_bias=true|tied_head", tie_word_embeddings=True),
-    no("phi moe", "yarn|'longrope'", **scaling(rope_type="yarn")),
     no("phi moe", "1 entries|8 frequencies", **scaling(short_factor=[1.0])),
     no("phi moe", "magnitude=0.0", **scaling(short_mscale=0.0)),
     no("gpt2", "activation_function='relu'", activation_function="relu"),
@@ -347,33 +333,3 @@ def test_either_name_of_the_number_of_experts(copy: Callable[[str], Path], kind:
     for there, gone in (("num_experts", "num_local_experts"), ("num_local_experts", "num_experts")):
         edit(config, **{there: 4, gone: None})
         assert load(config.parent).experts == 4
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2", "qwen3 moe, sparse, tied", "phi moe"])
-@pytest.mark.parametrize("rank", range(4))
-def test_a_rank_reads_its_slices_only(
-    stored: dict[str, Path], monkeypatch: pytest.MonkeyPatch, kind: str, rank: int
-) -> None:
-    """As many elements as the rank holds."""
-    shape = load(stored[kind])
-    layout = ParallelLayout(tp=2, dp=2, ep=2) if shape.experts else ParallelLayout(tp=2, pp=2)
-    sizes = PartSizes(shape, layout, micro_batch=2)
-    place, cpu = Place.of(layout.mesh, rank), torch.device("cpu")
-    model = StageModel(shape=shape, layout=layout, place=place, sizes=sizes, device=cpu, dtype=torch.float32)
-    tensors = [parameter.tensor for parameter in model.parameters]
-    for tensor in tensors:
-        torch.nn.init.constant_(tensor, torch.nan)
-    read: list[int] = []
-    whole = exchange._read
-
-    def counting(*arguments: Any) -> torch.Tensor:
-        part = whole(*arguments)
-        read.append(part.numel())
-        return part
-
-    monkeypatch.setattr(exchange, "_read", counting)
-    shards = shards_in_order(buckets_of(model.parameters, model.context.place), model.parameters)
-    pieces = [shard.slices for shard in shards]
-    exchange.load_initial(stored[kind], shape, zip(tensors, pieces, strict=True))
-    assert sum(read) == sum(tensor.numel() for tensor in tensors) < shape.parameters() / 2
-    assert not any(tensor.isnan().any() for tensor in tensors)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -108,30 +109,14 @@ def test_it_asks_about_the_operators_of_the_model(name: str, tp: int, ep: int) -
 # -- a rank ------------------------------------------------------------------------------------------------
 
 
-class Alone:
-    """One rank's groups: `gather` counts."""
-
-    def __init__(self) -> None:
-        self.gathered: list[Any] = []
-
-    def line(self, axis: str, lines: Sequence[Sequence[int]]) -> None:
-        raise AssertionError
-
-    def channel(self, lines: Sequence[Sequence[int]]) -> Any:
-        raise AssertionError
-
-    def gather(self, own: Any) -> list[Any]:
-        self.gathered.append(own)
-        return [own]
+@pytest.fixture
+def groups() -> Mock:
+    """Those of one rank."""
+    return Mock(gather=Mock(side_effect=lambda own: [own]))
 
 
 @pytest.fixture
-def groups() -> Alone:
-    return Alone()
-
-
-@pytest.fixture
-def mesh(groups: Alone) -> Mesh:
+def mesh(groups: Mock) -> Mesh:
     return build_mesh(ParallelLayout(), 0, groups=groups, timeout=None)  # type: ignore[arg-type]
 
 
@@ -147,13 +132,13 @@ SIZES = PartSizes(replace(LLAMA, layers=2), ParallelLayout(), 1)
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_a_cpu_asks_nothing_and_touches_nothing(
-    kernels: str, mesh: Mesh, groups: Alone, cache: Path, monkeypatch: pytest.MonkeyPatch
+    kernels: str, mesh: Mesh, groups: Mock, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Laboratory, "measure", None)
     choice = KernelChoice()
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         assert choice.family(kernels, SIZES, mesh, CPU, dtype) == TORCH
-    assert (choice.told, groups.gathered, cache.parent.exists()) == ("", [], False)
+    assert (choice.told, groups.gather.called, cache.parent.exists()) == ("", False, False)
 
 
 class Gpu:
@@ -186,7 +171,6 @@ CHOSEN = {
 
 def test_a_gpu_measures_once_and_says_what_it_took(
     mesh: Mesh,
-    groups: Alone,
     cache: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

@@ -70,12 +70,8 @@ def put_there(url: str, checkpoint: Path, name: str) -> None:
     """By somebody else than the mirror."""
     files, root = place_of(url)
     files.makedirs(f"{root}/{name}", exist_ok=True)
-    for file, content in contents(checkpoint).items():
-        files.pipe_file(f"{root}/{name}/{file}", content)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    for file in checkpoint.iterdir():
+        files.pipe_file(f"{root}/{name}/{file.name}", file.read_bytes())
 
 
 def test_old_copies_are_removed_by_the_same_rule(url: str, store: CheckpointStore) -> None:
@@ -118,10 +114,6 @@ def test_half_copies_do_not_count(url: str, store: CheckpointStore, copied: int,
     assert mirror.steps() == [5, 9, 12]
 
 
-def brought(url: str, step: int) -> str:
-    return f"step {step} is {'read' if url.startswith('file:') else 'fetched'} from {url}"
-
-
 @given(
     here=st.dictionaries(st.integers(1, 4), st.booleans()),
     there=st.dictionaries(st.integers(1, 4), st.booleans()),
@@ -155,27 +147,6 @@ def test_of_all_good_ones_the_newest_and_the_own_one_before_a_copy(
     assert (path, manifest.step) == (expected / f"step-{good[-1]}", good[-1])
     newer = sum(step > good[-1] for places in (here, there) for step in places)
     assert " ".join(notes).count("has 7 bytes instead of 1000") >= newer
-
-
-@pytest.mark.parametrize(
-    "other", [RunIdentity("ours", "b2"), RunIdentity("theirs", "a1")], ids=["the same name", "the same mark"]
-)
-def test_runs_of_one_mirror_do_not_touch_each_other(url: str, tmp_path: Path, other: RunIdentity) -> None:
-    """Each keeps two of its own, and goes on from them."""
-    stores = {run: CheckpointStore(tmp_path / f"{number}") for number, run in enumerate((RUN, other))}
-    for run, steps in ((RUN, (5, 1000)), (other, (1010, 1020, 1030)), (RUN, (1500,))):
-        mirror = mirror_of(url, run)
-        for step in steps:
-            mirror.put(publish(stores[run], step, run=run.mark))
-            mirror.collect(keep=2, keep_every=0, newest=step)
-    assert mirror_of(url).steps() == [1000, 1500]
-    assert mirror_of(url, other).steps() == [1020, 1030]
-    for run, step in ((RUN, 1500), (other, 1030)):
-        empty = CheckpointStore(tmp_path / f"lost-{run.name}-{run.mark}")
-        empty.directory.mkdir()
-        path, manifest, _ = found(empty, mirror_of(url, run))
-        assert (manifest.step, manifest.run) == (step, run.mark)
-        assert contents(path) == contents(stores[run].directory / f"step-{step}")
 
 
 def test_what_another_run_put_into_a_runs_folder_is_refused_and_left_alone(url: str, tmp_path: Path) -> None:
@@ -260,7 +231,7 @@ def test_a_copy_under_another_steps_name_is_refused(url: str, store: CheckpointS
     put_there(url, path, "step-50")
     _, manifest, [told] = found(CheckpointStore(tmp_path / "another"), mirror)
     assert "says step 5; it was renamed" in told
-    assert told.endswith(brought(url, 5))
+    assert told.endswith(f"step 5 is {'read' if url.startswith('file:') else 'fetched'} from {url}")
     assert manifest.step == 5
 
 

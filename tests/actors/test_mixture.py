@@ -22,9 +22,9 @@ from braid.actors.stage.data.mixture import (
     write_mixture,
 )
 from braid.actors.stage.data.sample_order import sample_ids
-from braid.actors.stage.data.token_files import TokenShards, read_index
+from braid.actors.stage.data.token_files import TokenShards
 from braid.actors.stage.files.reading import UnreadableError
-from tests.actors.test_data import counting, edit, write_data
+from tests.actors.test_data import edit, write_data
 
 Weights = st.lists(st.floats(1e-9, 1e9), min_size=1, max_size=6)
 
@@ -140,17 +140,6 @@ def test_validation_is_divided_by_weight(tmp_path: Path) -> None:
     assert len(validation.spread(1000)) == 40, "all that there are"
     assert len(validation.spread(1)) == 2, "at least one of each"
     assert open_splits(folder, 1)[1] is None
-
-
-def test_a_data_set_without_mixture_is_opened_as_before(tmp_path: Path) -> None:
-    write_data(tmp_path, counting(30), counting(9))
-    train, validation = open_splits(tmp_path, 4, [""])
-    assert train.names == ("",)
-    assert train.fingerprint == read_index(tmp_path).fingerprint
-    assert train.order(3, 5, 6).tolist() == sample_ids(3, 7, 5, 6).tolist()
-    assert train.sets_of(np.arange(3)).tolist() == [0, 0, 0]
-    assert validation is not None
-    assert open_splits(tmp_path, 4)[1] is None
 
 
 def _changed(folder: Path, **entries: object) -> None:

@@ -13,11 +13,10 @@ from braid.actors.config import Config, ConfigError, parse_config
 from braid.actors.controller.combining import combine
 from braid.actors.controller.planning import build_schedule, model_graphs, plan_run, setting_of
 from braid.scheduling.cost.analytic import analytic_profile
-from braid.scheduling.cost.profile import Profile, with_piece_costs
-from braid.scheduling.generate.lower import Choices
+from braid.scheduling.cost.profile import with_piece_costs
 from braid.scheduling.generate.partitions import mega_scale, with_partitions
 from braid.scheduling.model.shape import ModelShape
-from braid.scheduling.plan.decide import anything, measured, outcome_of, simulate_setting
+from braid.scheduling.plan.decide import simulate_setting
 from braid.scheduling.plan.layouts import plan_of
 from braid.scheduling.plan.plan import Plan
 from braid.scheduling.schedule.memory import DTYPE_BYTES
@@ -26,16 +25,12 @@ from tests.actors.test_profiling import operators_of, samples_of
 from tests.scheduling.plans import cluster
 
 VOCABULARY = 256
-RATES = (2e8, 2e10)
-"""Bytes per second: of a link on which communication is most of a step, and of one on which latency is."""
 
 
-def configured(
-    sequence: int = 64, micro_batch: int = 2, tp: int = 2, dtype: str = "fp32", **overlap: Any
-) -> Config:
+def configured(sequence: int = 64, tp: int = 2, **overlap: Any) -> Config:
     content = {
         "model": {"hidden": 256, "layers": 2, "heads": 4, "sequence": sequence},
-        "train": {"global_batch": 8, "micro_batch": micro_batch, "dtype": dtype},
+        "train": {"global_batch": 8, "micro_batch": 2, "dtype": "fp32"},
         "parallel": {"tp": tp},
         "overlap": {"schedule": "intra_batch", **overlap},
     }
@@ -46,20 +41,6 @@ def shape_of(config: Config) -> ModelShape:
     return config.model.shape(VOCABULARY)
 
 
-def profile_of(config: Config, rate: float) -> Profile:
-    """Costs of whole operators, as a measured profile has them."""
-    parts = model_graphs(config, shape_of(config))
-    spec = cluster(gpus=config.parallel.tp, intra=rate)
-    return analytic_profile(spec, config.layout(), parts, DTYPE_BYTES[config.train.dtype])
-
-
-def simulated(config: Config, rate: float, pieces: int) -> float:
-    """Nanoseconds of a step with so many pieces."""
-    setting = replace(setting_of(config, shape_of(config)), partitions=mega_scale(pieces))
-    bench = measured(model_graphs(config, shape_of(config)), profile_of(config, rate))(setting)
-    return outcome_of(bench, Choices(), None, anything).step_ns
-
-
 def test_two_pieces_without_a_profile_none_without_gathers() -> None:
     for config, found in (
         (configured(), mega_scale(2)),
@@ -67,16 +48,6 @@ def test_two_pieces_without_a_profile_none_without_gathers() -> None:
         (configured(schedule="megatron"), ()),
     ):
         assert build_schedule(config, shape_of(config)).partitions == found
-
-
-@pytest.mark.parametrize("rate", RATES)
-@pytest.mark.parametrize("sequence", [64, 12])
-def test_with_a_profile_the_best_number(rate: float, sequence: int) -> None:
-    """Pieces need not be equal."""
-    config = configured(sequence=sequence)
-    (found,) = plan_run(config, shape_of(config), profile_of(config, rate)).taken.code.schedule.partitions
-    times = {pieces: simulated(config, rate, pieces) for pieces in (2, 4, 8)}
-    assert times[found.pieces] == min(times.values())
 
 
 def test_the_latency_of_gathers_is_measured_and_counts_for_every_piece() -> None:
@@ -117,32 +88,17 @@ def test_a_plan_says_how(tmp_path: Path) -> None:
         build_schedule(short, shape_of(short))
 
 
-MESH = "mesh: [2, 2]\n    order: [0, 1]"
-
-
-@pytest.mark.parametrize(
-    ("was", "now", "cause"),
-    [
-        (r"pieces: \d+", "pieces: 0", "partition tp/all_gather: pieces=0 must be between 1 and 64"),
-        (
-            r"mesh: \[\]\s+order: \[\]",
-            MESH,
-            "partition tp/all_gather: mesh=2x2 has 4 ranks, the axis tp has 2",
-        ),
-    ],
-)
-def test_a_plan_edited_into_nonsense(tmp_path: Path, was: str, now: str, cause: str) -> None:
+def test_a_plan_edited_into_nonsense(tmp_path: Path) -> None:
     """What else is nonsense: `tests.scheduling.test_partition_text`."""
-    text, count = re.subn(was, now, planned().to_yaml(), count=1)
-    assert count == 1
     file = tmp_path / "plan.yaml"
-    file.write_text(text)
+    file.write_text(re.sub(r"pieces: \d+", "pieces: 0", planned().to_yaml(), count=1))
     config = configured(plan=str(file))
-    profile = profile_of(configured(), RATES[0])
+    parts, spec = model_graphs(config, shape_of(config)), cluster(gpus=2, intra=2e8)
+    profile = analytic_profile(spec, config.layout(), parts, DTYPE_BYTES["fp32"])
     for made in (build_schedule, partial(plan_run, profile=profile)):
-        with pytest.raises(ConfigError, match=r"^overlap\.plan") as caught:
+        says = r"^overlap\.plan.*partition tp/all_gather: pieces=0 must be between 1 and 64"
+        with pytest.raises(ConfigError, match=says) as caught:
             made(config, shape_of(config))
-        assert cause in str(caught.value)
         assert "\n" not in str(caught.value)
 
 
@@ -151,7 +107,7 @@ def test_a_file_says_how(tmp_path: Path) -> None:
     file.write_text(write(build_schedule(config := configured(), shape_of(config))))
     own = configured(schedule_file=str(file))
     assert build_schedule(own, shape_of(own)).partitions == mega_scale(2)
-    odd = configured(sequence=31, micro_batch=2, schedule_file=str(file))
+    odd = configured(sequence=31, schedule_file=str(file))
     assert build_schedule(odd, shape_of(odd)).partitions == mega_scale(2)
     text = file.read_text()
     for pieces in ("", "partition tp/all_gather pieces 4 of tokens with 1\n"):
@@ -160,16 +116,4 @@ def test_a_file_says_how(tmp_path: Path) -> None:
             build_schedule(own, shape_of(own))
     file.write_text(text.replace("pieces 2 of", "pieces 2 on"))
     with pytest.raises(ConfigError, match=r"^overlap\.schedule_file=.*, line 7: partition .* is not WHAT"):
-        build_schedule(own, shape_of(own))
-
-
-def test_more_pieces_than_tokens_are_refused(tmp_path: Path) -> None:
-    config = configured(sequence=4, micro_batch=1)
-    file = tmp_path / "mine.txt"
-    text = write(build_schedule(config, shape_of(config)))
-    file.write_text(text.replace("pieces 2 of", "pieces 3 of"))
-    own = configured(sequence=4, micro_batch=1, schedule_file=str(file))
-    with pytest.raises(
-        ConfigError, match=r"pieces=3 of 2 tokens of 256 elements leave some empty; use fewer"
-    ):
         build_schedule(own, shape_of(own))

@@ -1,7 +1,5 @@
 """Calls to ranks that are processes: an answer belongs to its call, also after one that was given up."""
 
-import multiprocessing.forkserver
-import multiprocessing.resource_tracker
 import os
 import signal
 import threading
@@ -227,20 +225,3 @@ def test_an_interrupt_names_its_generation_and_is_over_when_it_returns(start: St
         ranks.call_all(Rank.waits, str(gate))
     assert ranks.interrupt(7) == []
     assert (tmp_path / "gate.7").exists()
-
-
-def test_signals_to_all_processes_of_a_run_end_no_rank(start: Start) -> None:
-    """As systemd and ``scancel`` send them, the fork server between command and ranks included."""
-    ranks = start(2)
-    ranks.call_all(Rank.echo, "awake")
-    server = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    tracker = multiprocessing.resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
-    children = [child.process.pid for child in ranks._children]
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        for process in (server, tracker, *children):
-            os.kill(process, number)
-    assert ranks.call_all(Rank.echo, "well") == ["well 0", "well 1"]
-    assert ranks.interrupt(1) == []
-    ranks._kill(1)
-    ranks.replace([1])
-    assert ranks.call_all(Rank.echo, "again") == ["again 0", "again 1"], "the fork server lives"

@@ -114,15 +114,6 @@ def test_ranks_are_combined(tmp_path: Path) -> None:
     assert set(profile.issue_ns) == {key for key in profile.solo_ns if profile.classes[key] == "intra"}
 
 
-def test_an_unsure_pair_counts_for_little(tmp_path: Path) -> None:
-    """One pair that was measured as -1 once in a while does not get a value of its own."""
-    wild = [1_160_000 + place * 900_000 * (place % 2) for place in range(5)]
-    pair = [Together(operator_ns=0, other_ns=0, both_ns=ns) for ns in wild]
-    profile = combined(config_of(tmp_path), 2, 0.8, pair)
-    assert profile.oef["gemm|intra"] == pytest.approx(0.8, abs=0.02)
-    assert 1 - profile.slowdown("layer/qkv", "layer/mlp_gather") == pytest.approx(0.8, abs=0.05)
-
-
 def test_what_compute_and_transfers_suffer_is_told_apart(tmp_path: Path) -> None:
     """GEMMs of 0.8 ms take a tenth longer beside transfers of 1 ms, and those half as long again."""
     draw = random.Random(3)

@@ -174,13 +174,10 @@ def test_switches_are_as_configured_whatever_a_run_before_has_set(deterministic:
 # -- what communicators are made with ------------------------------------------------------------------------
 
 
-class Options:
+def options_of(is_high_priority_stream: bool) -> SimpleNamespace:
     """As torch's, which a build without NCCL lacks."""
-
-    def __init__(self, is_high_priority_stream: bool) -> None:
-        self.is_high_priority_stream = is_high_priority_stream
-        self.config = SimpleNamespace(max_ctas=-1)
-        self._timeout: timedelta | None = None
+    config = SimpleNamespace(max_ctas=-1)
+    return SimpleNamespace(is_high_priority_stream=is_high_priority_stream, config=config, _timeout=None)
 
 
 def test_communicators_are_given_the_limits_of_their_axis(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +190,7 @@ def test_communicators_are_given_the_limits_of_their_axis(monkeypatch: pytest.Mo
         return "group"
 
     limit = timedelta(seconds=7)
-    monkeypatch.setattr(mesh.dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
+    monkeypatch.setattr(mesh.dist, "ProcessGroupNCCL", SimpleNamespace(Options=options_of), raising=False)
     monkeypatch.setattr(mesh.dist, "new_group", new_group)
     monkeypatch.setattr(mesh.dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
     nccl = NcclConfig.model_validate({"tp": {"max_ctas": 8}})

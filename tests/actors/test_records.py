@@ -164,6 +164,7 @@ def test_no_number_is_null_in_files_and_nan_in_records(tmp_path: Path, directory
         for line in (directory.path / name).read_text().splitlines():
             strict(line)
     lines = [strict(line) for line in directory.metrics.read_text().splitlines()]
+    assert "experts" not in lines[0], "of a model without any"
     assert [(line["loss"], line["grad_norm"]) for line in lines] == [(1.0, 1.0), (None, None), (3.0, 3.0)]
     assert math.isnan(back[1].loss)
     assert math.isnan(back[1].grad_norm)

@@ -47,20 +47,6 @@ def test_partners_are_on_other_hosts_where_they_can_be(case: tuple[ParallelLayou
         assert counts.index(max(counts)) + 1 == shift, "the smallest of the best"
 
 
-@given(placed(), st.sampled_from(HOSTS))
-def test_a_lost_host_takes_no_state_with_it(case: tuple[ParallelLayout, list[str]], lost: str) -> None:
-    """Where every rank's partner is on another host, or its replicas are."""
-    layout, hosts = case
-    ranks, shift = layout.ranks, partner_shift(hosts, layout.mesh)
-    if ranks == 1 or (shift and any(hosts[r] == hosts[(r + shift) % ranks] for r in range(ranks))):
-        return
-    held = [kept(rank, shift, ranks, [6, 7], [6, 7]) for rank in range(ranks)]
-    held = [empty(rank, shift, ranks) if hosts[rank] == lost else held[rank] for rank in range(ranks)]
-    for done in (6, 7, 8):
-        step, _ = newest_common(held, layout.mesh, done) or (-1, [])
-        assert step == min(done, 7)
-
-
 def kept(rank: int, shift: int, ranks: int, own: Sequence[int], partners: Sequence[int]) -> CopiesHeld:
     """What a rank holds; without a shift nobody's but its own."""
     source = (rank - shift) % ranks if shift else None

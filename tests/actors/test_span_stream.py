@@ -54,27 +54,6 @@ class Taken:
         if self.error is not None:
             raise self.error
 
-    @property
-    def spans(self) -> int:
-        return sum(len(batch.records) for batch in self.batches)
-
-
-def test_every_step_arrives_in_order_with_its_labels() -> None:
-    taken = Taken()
-    stream = SpanStream(3, 2, taken, interval_s=0.01, budget=1e9)
-    few = Labels(LABELS.all[:5])
-    sent = [(few if step < 20 else LABELS, records_of(step, 700, few)) for step in range(50)]
-    for step, (labels, records) in enumerate(sent):
-        stream.put(labels, records, step)
-        if step % 7 == 0:
-            assert within(20, lambda: taken.spans > 0)
-    stream.close()
-    for step, (batch, (labels, records)) in enumerate(zip(taken.batches, sent, strict=True)):
-        assert (batch.rank, batch.generation, batch.sequence, batch.step) == (3, 2, step, step)
-        assert batch.labels.all == labels.all
-        assert batch.records.tobytes() == records.tobytes()
-    assert stream.dropped == 0
-
 
 def test_what_the_queue_cannot_hold_is_dropped_and_counted() -> None:
     """A step that is longer than the queue is kept whole."""

@@ -65,7 +65,7 @@ def start(streams: HostStreams, made: Made, *, awaited_next: bool = False, lane:
 
 def test_the_caller_goes_on_while_a_transfer_is_issued(streams: HostStreams) -> None:
     log: list[str] = []
-    one, two = Made(log, "one"), Made(log, "two")
+    one, two = Made(log, "one"), Made(log, "two", sends=0)
     first, second = start(streams, one), start(streams, two, lane="send down")
     assert log == [], "neither is issued yet, and here we are"
     two.may_begin.set()
@@ -76,6 +76,8 @@ def test_the_caller_goes_on_while_a_transfer_is_issued(streams: HostStreams) -> 
     streams.wait(second)
     assert log == ["one", "two"]
     assert second.begin <= second.end
+    assert second.take() is not None
+    assert (second.launch, second.work) == (None, None), "nothing keeps a result alive"
     assert first.end is None, "a lane waits for no other"
     one.may_end.set()
     streams.wait(first)
@@ -119,21 +121,6 @@ def test_the_caller_issues_behind_the_others(streams: HostStreams, sends: int, a
     streams.wait(transfer)
     assert transfer.begin <= transfer.end
     before.may_end.set()
-
-
-def test_what_only_receives_and_what_sends_much_is_left_to_the_thread(streams: HostStreams) -> None:
-    log: list[str] = []
-    receives, large = Made(log, "receives", sends=0), Made(log, "large")
-    streams.wait(start(streams, Made(log, "small", sends=LITTLE).free()))
-    transfers = [start(streams, receives), start(streams, large)]
-    assert log == ["small"]
-    for made in (receives, large):
-        made.free()
-    for transfer in transfers:
-        streams.wait(transfer)
-    assert log == ["small", "receives", "large"]
-    assert transfer.take() is not None
-    assert (transfer.launch, transfer.work) == (None, None), "nothing keeps a result alive"
 
 
 @pytest.mark.parametrize(("where", "fails"), [("caller", ""), ("at once", "issue"), ("thread", "issue")])
