@@ -6,18 +6,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PRODUCT = {"actors": 17550, "dashboards": 2260, "jobs": 10910, "kernels": 4170, "scheduling": 16470}
+PRODUCT = {"actors": 17560, "dashboards": 2260, "jobs": 10920, "kernels": 4180, "scheduling": 16470}
 TESTS = {
-    "actors": 8650,
+    "actors": 7930,
     "architecture": 370,
     "cuda": 4660,
-    "dashboards": 3140,
-    "end_to_end": 6110,
+    "dashboards": 2920,
+    "end_to_end": 5770,
     "gpu": 1200,
-    "jobs": 6080,
+    "jobs": 5580,
     "kernels": 2250,
-    "measure": 520,
-    "papers": 1380,
+    "measure": 510,
+    "papers": 1290,
     "recorded": 570,
     "scheduling": 6140,
 }
