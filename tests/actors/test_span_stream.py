@@ -106,6 +106,22 @@ def test_steps_are_left_out_when_streaming_costs_too_much() -> None:
     assert taken.batches[-1].every >= 4
 
 
+def test_no_step_is_left_out_for_labels_which_are_new_once() -> None:
+    """A large model has thousands of labels, and to encode them takes more than the first second's budget."""
+    taken = Taken()
+    stream = SpanStream(0, 1, taken, budget=0.02)
+    labels = Labels(Label(operator=f"operator {n}", stream=Stream.COMPUTE, layer=n) for n in range(20_000))
+    stream.put(labels, records_of(1, 10), 1)
+    assert within(20, lambda: taken.spans == 10)
+    looked = time.monotonic() + 1.6  # it looks at its costs once a second
+    while time.monotonic() < looked:
+        assert stream.every == 1
+        time.sleep(0.01)
+    stream.put(labels, records_of(3, 10), 3)
+    stream.close()
+    assert taken.spans == 20
+
+
 def batch_of(step: int, count: int, labels: Labels = LABELS, **more: int) -> bytes:
     """A batch of rank 0, as bytes."""
     told = {"generation": 1, "sequence": 0, **more}
