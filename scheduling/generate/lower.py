@@ -16,7 +16,6 @@ from braid.scheduling.generate.update import Stages, with_gathering, with_update
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.mesh.partition import Partition
 from braid.scheduling.model.operators import Part
-from braid.scheduling.model.shape import ModelShape
 from braid.scheduling.model.units import unit_parts
 from braid.scheduling.schedule.buckets import buckets_of
 from braid.scheduling.schedule.operations import Message, Pass, PassKind, Receive, Send, Start, Wait
@@ -262,16 +261,19 @@ def _leaves(schedule: Schedule, block: Block, last: Sides) -> tuple[Pass, Sides]
 
 
 def validation_schedule(
-    model: ModelShape, layout: ParallelLayout, micro_batches: int, parts: Mapping[str, Part]
+    layout: ParallelLayout, kinds: tuple[str, ...], micro_batches: int, parts: Mapping[str, Part]
 ) -> Schedule:
-    """Return the schedule of a validation step: only forward passes, on the layout used for training."""
+    """Return the schedule of a validation step: only forward passes, on the layout used for training.
+
+    ``kinds``: kind of each model layer, with its degree and policy; ``parts``: the layers by these kinds.
+    """
     forward = PassKind.FORWARD
     stages = with_early_receives(with_transfers(forward_only(layout, micro_batches), layout))
     return Schedule(
         name="validation",
         chunks=layout.chunks,
         micro_batches=micro_batches,
-        stages=with_gathering(stages, layout, buckets_of(parts, layout, layout.kinds(model.kinds))),
+        stages=with_gathering(stages, layout, buckets_of(parts, layout, kinds)),
         programs={
             (Side(forward, name),): serial_program(graph_of(part, forward, trains=False))
             for name, part in parts.items()

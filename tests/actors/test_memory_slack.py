@@ -28,8 +28,8 @@ def activations(schedule: str, slack: float | None) -> int:
 
 
 def test_a_bound_is_kept() -> None:
-    alone, free = activations("megatron", None), activations("braid", None)
+    alone, free = activations("megatron", None), activations("braid:w", None)
     assert free > 1.3 * alone, "without a bound, units of layers hold more: there is something to bound"
-    bounded = [activations("braid", slack) for slack in (0.15, 0.4)]
+    bounded = [activations("braid:w", slack) for slack in (0.15, 0.4)]
     assert bounded[0] <= 1.15 * alone
     assert bounded[0] < bounded[1] <= 1.4 * alone, "what is allowed is used where that is quicker"

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from tests.cuda.host_memory import restored
 if TYPE_CHECKING:
     from tests.cuda.communicators import Shared
 
+LISTS = (list, tuple)
 GARBAGE = 0.125
 """What an abort leaves: it looks like a number."""
 
@@ -33,7 +34,7 @@ def mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     """
     if isinstance(value, kind):
         return change(value)
-    if isinstance(value, list | tuple):
+    if isinstance(value, LISTS):
         return type(value)([mapped(one, kind, change) for one in value])
     if isinstance(value, dict):
         return {name: mapped(one, kind, change) for name, one in value.items()}
@@ -43,12 +44,22 @@ def mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
 def tensors_of(value: Any) -> list[Tensor]:
     """The tensors in a value, in lists, tuples and dictionaries too."""
     found: list[Tensor] = []
-    mapped(value, Tensor, found.append)
+    _add_tensors(value, found)
     return found
 
 
-@dataclass(frozen=True)
-class View:
+def _add_tensors(value: Any, found: list[Tensor]) -> None:
+    if isinstance(value, Tensor):
+        found.append(value)
+    elif isinstance(value, LISTS):
+        for one in value:
+            _add_tensors(one, found)
+    elif isinstance(value, dict):
+        for one in value.values():
+            _add_tensors(one, found)
+
+
+class View(NamedTuple):
     """A tensor as a window on memory."""
 
     memory: int
@@ -89,7 +100,7 @@ class Freed:
     memory: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class Operator:
     """An operator of torch; ``arguments`` has views for tensors."""
 

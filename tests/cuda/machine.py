@@ -25,7 +25,7 @@ from braid.kernels.collectives.primitives import Channel, Line
 from braid.kernels.operators.embedding import VocabularyShard
 from braid.kernels.operators.permute import Dispatch
 from tests.cuda.communicators import ModelGroup, Shared
-from tests.cuda.host_memory import HostMemory
+from tests.cuda.host_memory import told_apart
 from tests.cuda.log import LostError, RankLog
 
 PATIENCE_SECONDS = 60.0
@@ -68,7 +68,8 @@ class Machine:
         def run(log: RankLog) -> None:
             here.log = log
             try:
-                with log, HostMemory(log):
+                # Ranks take turns, wait by wait: threads that compete for Python's lock are slower.
+                with self.changed, log:
                     rank(log)
             except LostError:
                 with self.changed:
@@ -88,7 +89,7 @@ class Machine:
         tokens, choices = (
             patch.object(one, "_check", lambda own, x: None) for one in (VocabularyShard, Dispatch)
         )
-        with tokens, choices:
+        with tokens, choices, told_apart(lambda: getattr(here, "log", None)):
             for thread in threads:
                 thread.start()
             for thread in threads:

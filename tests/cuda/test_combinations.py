@@ -121,63 +121,80 @@ class Case(make_dataclass("Choices", FACTORS, frozen=True, kw_only=True)):  # ty
 # -- the array -----------------------------------------------------------------------------------------------
 
 Pair = tuple[tuple[str, Any], tuple[str, Any]]
+TWO_AXES = "two axes"
+
+
+def levels_of(case: Case) -> dict[str, Any]:
+    """A case's choices. Layouts of two axes are one: four ranks take twice as long."""
+    return {**vars(case), "layout": TWO_AXES if len(LAYOUTS[case.layout]) > 1 else case.layout}
 
 
 def pairs_of(case: Case) -> set[Pair]:
     """Pairs of choices that a case has."""
-    return set(combinations(sorted(vars(case).items()), 2))
+    return set(combinations(sorted(levels_of(case).items()), 2))
 
 
 @cache
 def possible() -> tuple[Case, ...]:
     """All cases that differ in more than the factors that go with everything."""
     levels = {**FACTORS, **{name: FACTORS[name][:1] for name in FREE}}
-    found = (Case(**dict(zip(levels, chosen, strict=True))) for chosen in product(*levels.values()))
+    pairs = [(name, point) for name in SCHEDULES for point in PIPELINES.get(name, ("",))]
+    others = [levels[name] for name in FACTORS if name not in ("schedule", "pipeline")]
+    found = (
+        Case(**dict(zip(FACTORS, (*pair, *rest), strict=True))) for pair in pairs for rest in product(*others)
+    )
     return tuple(case for case in found if case.possible)
+
+
+@cache
+def with_choice(name: str, level: Any) -> frozenset[int]:
+    """Possible cases, by number, that have a choice."""
+    return frozenset(number for number, case in enumerate(possible()) if levels_of(case)[name] == level)
 
 
 def drawn(generator: random.Random, given: Mapping[str, Any]) -> Case | None:
     """A possible case with some choices given; None if there is none."""
-    free = {name: FACTORS[name] for name in FREE}
-    bound = {name: level for name, level in given.items() if name not in free}
-    found = [case for case in possible() if all(getattr(case, name) == bound[name] for name in bound)]
+    bound = [with_choice(name, level) for name, level in given.items() if name not in FREE]
+    found = sorted(frozenset.intersection(*bound)) if bound else range(len(possible()))
     if not found:
         return None
-    chosen = {name: generator.choice(levels) for name, levels in free.items()}
-    return replace(generator.choice(found), **{**chosen, **given})
+    chosen = {name: given.get(name, generator.choice(FACTORS[name])) for name in FREE}
+    return replace(possible()[generator.choice(found)], **chosen)
 
 
 def improved(case: Case, given: Mapping[str, Any], wanted: set[Pair], generator: random.Random) -> Case:
     """The case with the choices that are not given changed, each in turn, for most new pairs."""
 
-    def worth(one: Case) -> int:
-        return len(pairs_of(one) & wanted) - 4 * ("2 " in one.layout)  # four ranks take twice as long
+    def worth(case: Case) -> int:
+        return len(pairs_of(case) & wanted) - 4 * (len(LAYOUTS[case.layout]) > 1)
 
     free = [name for name in FACTORS if name not in given]
     for name in generator.sample(free, len(free)):
         tried = [replace(case, **{name: level}) for level in FACTORS[name]]
-        case = max((one for one in (case, *tried) if one.possible), key=worth)
+        case = max((other for other in (case, *tried) if other.possible), key=worth)
     return case
 
 
 @cache
 def cases() -> tuple[Case, ...]:
-    """Cases that have every possible pair, greedily; the same ones in every process and run."""
+    """Cases that have every possible pair, greedily; the same in every process and run."""
     generator = random.Random(48)
+    levels = {**FACTORS, "layout": [name for name in LAYOUTS if len(LAYOUTS[name]) == 1] + [TWO_AXES]}
     wanted: set[Pair] = {
-        ((a, x), (b, y)) for a, b in combinations(sorted(FACTORS), 2) for x in FACTORS[a] for y in FACTORS[b]
+        ((a, x), (b, y)) for a, b in combinations(sorted(levels), 2) for x in levels[a] for y in levels[b]
     }
     found: list[Case] = []
     for pair in sorted(wanted, key=str):
         if pair not in wanted:
             continue
         given = dict(pair)
-        if (first := drawn(generator, given)) is None:
+        tries = [first for _ in range(4) if (first := drawn(generator, given)) is not None]
+        if not tries:
             wanted.discard(pair)  # impossible
             continue
-        best = improved(first, given, wanted, generator)
-        found.append(best)
-        wanted -= pairs_of(best)
+        cases = [improved(first, given, wanted, generator) for first in tries]
+        found.append(max(cases, key=lambda case: len(pairs_of(case) & wanted)))
+        wanted -= pairs_of(found[-1])
     return tuple(found)
 
 
@@ -211,6 +228,7 @@ def test_every_pair_that_can_be_is_there() -> None:
     """No pair is left out that other draws find; every schedule goes with every stage of ZeRO."""
     had = set().union(*map(pairs_of, cases()))
     generator = random.Random(SEED)
-    seen = [one for _ in range(300) if (one := drawn(generator, {})) is not None]
-    assert not [pair for one in seen for pair in pairs_of(one) if pair not in had]
-    assert {(one.schedule, one.zero) for one in cases()} == set(product(SCHEDULES, FACTORS["zero"]))
+    seen = [case for _ in range(300) if (case := drawn(generator, {})) is not None]
+    assert not [pair for case in seen for pair in pairs_of(case) if pair not in had]
+    assert {(case.schedule, case.zero) for case in cases()} == set(product(SCHEDULES, FACTORS["zero"]))
+    assert {case.layout for case in cases()} == {*LAYOUTS}

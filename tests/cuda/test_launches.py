@@ -29,11 +29,11 @@ def _step(schedule: str, layers: int) -> Counter[str]:
     case = Case(schedule=schedule, tp=2, micro_batches=MICRO_BATCHES, layers=layers)
     found, calls = Counter[str](), Counter[str]()
     machine, _ = recorded(case, lambda rank: nullcontext() if rank.log.rank else counting_calls(calls))
-    found["python"] = calls.total()
+    found["python"], found["views"] = calls.total(), machine.ranks[0].views
     kinds = {Recorded: "events", Waited: "waits", Kernel: "collectives", Made: "allocations"}
     for entry in machine.ranks[0].entries:
         if isinstance(entry, Operator):
-            found["views" if not (entry.results or entry.writes) else "dispatches"] += 1
+            found["dispatches" if entry.results or entry.writes else "views"] += 1
         elif type(entry) in kinds:
             found[kinds[type(entry)]] += 1
     return found

@@ -163,13 +163,14 @@ def test_what_validation_lets_through(drawn: tuple[Schedule, ParallelLayout], da
 @pytest.mark.parametrize("name", ["megatron", "interleaved", "megatron:folded"])
 def test_forward_passes_alone(name: str) -> None:
     """A schedule for each placement: forward passes alone follow from that. Also behind a step."""
-    case = Case(schedule=name, pp=4, dp=1 + (name == "megatron"), zero=3 * (name == "megatron"))
+    replicas = {"dp": 2, "zero": 3, "recompute": "full none fine none", "layers": 4}
+    case = Case(schedule=name, pp=4, **(replicas if name == "megatron" else {}))
     machine = Machine(case.layout.ranks)
 
     def run(log: RankLog) -> None:
         rank = made(case, machine, log)
         parts, layout = rank.parts, case.layout
-        schedule = validation_schedule(case.shape, layout, case.micro_batches, parts.parts)
+        schedule = validation_schedule(layout, parts.sizes.kinds, case.micro_batches, parts.parts)
         code = linked(schedule, layout, parts.sizes.kinds, parts.parts)
         validates = parts.bind(code, recorder=Recorder(parts.streams, recording=False))
         log.begin()

@@ -229,6 +229,8 @@ def _fork_server_of_ranks() -> None:
 
     Now, as long as nothing is open that it must not inherit.
     """
+    from braid.actors.controller.ranks.parent import signals_held
+
     server = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
     resource_tracker.ensure_running()
     with socket.socket(socket.AF_UNIX) as listener:
@@ -237,13 +239,14 @@ def _fork_server_of_ranks() -> None:
         os.chmod(address, 0o600)
         listener.listen()
         alive, ours = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.close(ours)
-            try:
-                multiprocessing.forkserver.main(listener.fileno(), alive, [])
-            finally:
-                os._exit(0)
+        with signals_held():
+            child = os.fork()
+            if child == 0:  # it keeps them blocked, as `multiprocessing`'s own server does
+                os.close(ours)
+                try:
+                    multiprocessing.forkserver.main(listener.fileno(), alive, [])
+                finally:
+                    os._exit(0)
         os.close(alive)
     server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, ours, child
 

@@ -25,6 +25,7 @@ from tests.end_to_end.command import (
     write_config,
     write_corpus,
 )
+from tests.end_to_end.forked import Command
 from tests.in_process import Capture, called, refused
 from tests.waiting import within
 
@@ -46,21 +47,14 @@ class Joined:
         with closing(socket.create_server(("127.0.0.1", 0))) as free:
             port = free.getsockname()[1]
         common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        options: dict[str, Any] = {"cwd": folder, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         self.processes = [
-            subprocess.Popen(
-                [sys.executable, *TRAIN, *arguments],
-                env={**environment(), **common, "RANK": str(rank)},
-                start_new_session=True,
-                text=True,
-                **options,
-            )
+            Command(["train", *arguments], folder, {**environment(), **common, "RANK": str(rank)})
             for rank in range(ranks)
         ]
 
     def ended(self) -> list[tuple[int, str, str]]:
         told = [process.communicate(timeout=120) for process in self.processes]
-        return [(process.returncode, *texts) for process, texts in zip(self.processes, told, strict=True)]
+        return [(process.wait(), *texts) for process, texts in zip(self.processes, told, strict=True)]
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ Sections = Mapping[str, Mapping[str, Any]]
 SEED = 3
 SAMPLES = 7
 """What no replicas and no micro-batches divide: there is always something to fill up."""
+OF_LAYERS = {"recompute": "fine none full fine"}
 LAYOUTS: list[tuple[Sections, int]] = [
     ({}, 1),
     ({}, 4),
@@ -31,6 +32,7 @@ LAYOUTS: list[tuple[Sections, int]] = [
     ({"parallel": {"tp": 2, "dp": 2}}, 1),
     ({"parallel": {"pp": 2, "dp": 3}, "overlap": {"schedule": "megatron", "pipeline": "folded"}}, 2),
     ({"parallel": {"dp": 3, "zero": 3}, "overlap": {"schedule": "ddp"}}, 2),
+    ({"parallel": {"tp": 2, "dp": 2, "zero": 1, "tensor_degrees": "2 1 1 2"}, "train": OF_LAYERS}, 2),
 ]
 EXPERTS: list[tuple[Sections, int]] = [({}, 1), ({"parallel": {"dp": 2, "ep": 2}}, 2)]
 
@@ -72,7 +74,7 @@ def test_every_layout_finds_the_loss_that_transformers_finds(
     more = {"model": {**model, "initial": str(tmp_path / "weights")}}
     found = []
     for layout, each in layouts:
-        sections = {**layout, **more, "train": {**train, "micro_batch": each}}
+        sections = {**layout, **more, "train": {**train, **layout.get("train", {}), "micro_batch": each}}
         found.append(by_ranks(small_config(tmp_path / "runs", **sections), data))
     assert found == pytest.approx([expected] * len(found), rel=1e-9, abs=0)
     assert found == pytest.approx(found[:1] * len(found), rel=1e-12, abs=0)

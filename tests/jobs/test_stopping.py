@@ -27,7 +27,7 @@ SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    """Each handler is put back. A test starts with none ignored, as ``nohup`` (and many a CI) ignores SIGHUP."""
+    """Each handler is put back. ``nohup``, and many a CI, start tests with SIGHUP ignored; here none is."""
     outside = {number: signal.getsignal(number) for number in SIGNALS}
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     before = {number: signal.getsignal(number) for number in SIGNALS}

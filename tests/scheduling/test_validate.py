@@ -90,7 +90,7 @@ def test_what_runs_side_by_side_is_on_different_strands() -> None:
 @pytest.mark.parametrize("token", ["STEP", "NORM", "REDUCE(0 tp)", "WAIT(REDUCE 0 tp)"])
 def test_a_schedule_without_backward_passes_updates_nothing(token: str) -> None:
     layout = layout_for("megatron", 2, 2)
-    schedule = validation_schedule(LLAMA, layout, 2, PARTS)
+    schedule = validation_schedule(layout, LLAMA.kinds, 2, PARTS)
     code_of(schedule, layout)
     damaged = with_stage(schedule, 0, [*schedule.stages[0], parse_instruction(token)])
     assert "nothing to reduce and no step to take" in message_of(damaged, layout)
@@ -100,7 +100,7 @@ def test_a_schedule_without_backward_passes_updates_nothing(token: str) -> None:
 def test_a_validation_gathers_what_ranks_hold_in_shares(zero: int) -> None:
     """And nothing else: the first block of a chunk does, or (ZeRO 3) every one."""
     whole, cut = layout_for("megatron", 2, 2, 2), layout_for("megatron", 2, 2, 2, zero)
-    schedule = validation_schedule(LLAMA, cut, 2, PARTS)
+    schedule = validation_schedule(cut, LLAMA.kinds, 2, PARTS)
     blocks = [str(i) for i in schedule.stages[0] if isinstance(i, Block)]
     assert schedule.stages[0][0] == Prefetch()
     assert blocks == ["[F0.0|GATHER(0 dp)]", "[F1.0|GATHER(0 dp)]" if zero == 3 else "F1.0"]
@@ -110,7 +110,7 @@ def test_a_validation_gathers_what_ranks_hold_in_shares(zero: int) -> None:
     )
     without = with_stage(schedule, 0, schedule.stages[0][1:])
     assert "over dp there is nothing to gather (but over no axis)" in message_of(without, whole)
-    plain = validation_schedule(LLAMA, whole, 2, PARTS)
+    plain = validation_schedule(whole, LLAMA.kinds, 2, PARTS)
     code_of(plain, whole)
     assert "the parameters of chunk 0 are not gathered" in message_of(plain, cut)
 
