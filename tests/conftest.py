@@ -1,5 +1,6 @@
 """Options, tiers and fixtures for all tests."""
 
+import gc
 import os
 import random
 import re
@@ -14,6 +15,9 @@ from hypothesis import HealthCheck, settings
 # Tests never time, and the machine may be busy.
 settings.register_profile("braid", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("braid")
+
+# Tests make many objects; at each full collection Python would look at torch's hundreds of thousands, too.
+gc.set_threshold(20_000, 10, 50)
 
 # Drawn once for all processes that share the work, which must collect the same tests.
 SEED = os.environ.setdefault("BRAID_TEST_SEED", str(random.SystemRandom().randrange(2**31)))

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.slow
 def config(tmp_path: Path) -> Path:
     write_corpus(tmp_path)
     cluster = {"launcher": "processes", "cpus_per_rank": 0.5, "device": "cpu"}
-    return write_config(tmp_path, parallel={"tp": 2}, cluster=cluster)
+    return write_config(tmp_path, model={"layers": 2}, parallel={"tp": 2}, cluster=cluster)
 
 
 class Joined:

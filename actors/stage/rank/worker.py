@@ -314,9 +314,15 @@ class Worker(Logged, Rank):
             self._parts.buckets.settle()
             if self._profile is not None:
                 self._profile.end()
-        self.leave()
+        self._release()
 
     def leave(self) -> None:
+        self._release()
+        # Objects of a step form reference cycles, and torch's checkpointing holds the group of a failed save.
+        gc.unfreeze()
+        gc.collect()
+
+    def _release(self) -> None:
         if self._profile is not None:
             self._profile.end(broken=True)
             self._profile = None
@@ -331,9 +337,6 @@ class Worker(Logged, Rank):
         self._saves = None
         self._membership.leave()
         self._assembly = self._evaluator = None  # the next generation needs their memory
-        # Objects of a step form reference cycles, and torch's checkpointing holds the group of a failed save.
-        gc.unfreeze()
-        gc.collect()
 
     def hardware(self) -> str:
         return hardware(self._device)
