@@ -207,13 +207,14 @@ class Prices:
 
         ``ns_each``: time per parameter; with ZeRO a rank has only its shard.
         """
+        ns = ns_each * self._most_parameters / self._code.layout.share_ranks
+        return Price(self._task(key, Stream.COMPUTE), ns, Stream.COMPUTE)
+
+    @cached_property
+    def _most_parameters(self) -> int:
         layout = self._code.layout
-        shares = layout.share_ranks
-        count = max(
-            sum(self._code.parameters(chunk).total for chunk in layout.chunks_of(stage))
-            for stage in range(layout.pp)
-        )
-        return Price(self._task(key, Stream.COMPUTE), ns_each * count / shares, Stream.COMPUTE)
+        stages = map(layout.chunks_of, range(layout.pp))
+        return max(sum(self._code.parameters(chunk).total for chunk in chunks) for chunks in stages)
 
     def _task(self, key: str, stream: Stream) -> int:
         """Return the number of the task for an operator's key; transfers outside layers are represented by

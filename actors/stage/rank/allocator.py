@@ -52,5 +52,7 @@ def set_aside_what_lasts() -> None:
     A step that records some ten thousand spans makes as many objects, which would trigger a collection over
     hundreds of thousands of torch's objects in every step or two.
     """
-    gc.collect(1)  # garbage of the set-up is young; torch's own objects are old, and looking at them takes long
+    gc.collect(
+        1
+    )  # garbage of the set-up is young; torch's own objects are old, and looking at them takes long
     gc.freeze()
