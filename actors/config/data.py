@@ -116,9 +116,7 @@ class DataConfig(Section):
         if "chat" in formats and self.packing == "stream":
             raise ValueError("data.packing='stream' does not go with data.format='chat'; set it to whole")
         if self.chat_template is not None and "chat" not in formats:
-            raise ValueError(
-                f"data.chat_template does not go with data.format={self.format!r}; set it to chat"
-            )
+            raise ValueError(f"data.chat_template needs data.format=chat, found {self.format!r}; set it")
         if self.restart_positions and not self.document_mask:
             raise ValueError("data.restart_positions=true needs data.document_mask=true; set both, or none")
         if len(others) > 1:

@@ -247,7 +247,7 @@ def _format(path: str, wanted: str) -> Format:
     else:
         kind = _FORMATS.get(ending, "text")
     if kind == "parquet" and packed:
-        raise ValueError(f"{KEY}: {path!r} is Parquet in {packed!r}; unpack it first")
+        raise ValueError(f"{KEY}: {path!r} ends in {packed!r}, no Parquet; unpack it, or mend data.format")
     if kind == "megatron" and is_url(path):
         raise ValueError(f"{KEY}: {path!r} is a URL, and Megatron's files are read in place; copy them here")
     return kind

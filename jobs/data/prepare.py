@@ -102,7 +102,7 @@ def prepare(
         there = [path.name for path in output.iterdir()] if output.is_dir() else ["itself"] * output.exists()
         if foreign := next((name for name in there if not _OUR_FILES.fullmatch(name)), ""):
             raise ValueError(
-                f"data.output: {str(output)!r} is there and is no prepared data set (see {foreign}); "
+                f"data.directory: {str(output)!r} is there and is no prepared data set (see {foreign}); "
                 "name a new folder"
             )
         items = request.items()
@@ -114,8 +114,8 @@ def prepare(
             _publish(folder, output)
         except OSError as fault:
             raise ValueError(
-                f"data.output: cannot write {str(output)!r} ({fault.strerror or fault}); make room, or name "
-                "a folder that can be written and that all nodes see"
+                f"data.directory: cannot write {str(output)!r} ({fault.strerror or fault}); make room, or "
+                "name a folder that can be written and that all nodes see"
             ) from fault
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -298,7 +298,8 @@ def _locked(output: Path) -> Iterator[None]:
                     shutil.rmtree(path, ignore_errors=True)
         except OSError as fault:
             raise ValueError(
-                f"data.output: cannot write beside {str(output)!r} ({fault.strerror}); name another folder"
+                f"data.directory: cannot write beside {str(output)!r} ({fault.strerror}); "
+                "set it, or runs, to another folder"
             ) from None
         yield
     finally:

@@ -23,7 +23,8 @@ Reference = Annotated[
     str, typer.Argument(help="A run's YAML file or a model preset (braid presets).", metavar="CONFIG|MODEL")
 ]
 ClusterOfPlan = Annotated[
-    str | None, typer.Option(help="Cluster preset or YAML file (default: the plan's).", metavar="PRESET|FILE")
+    str | None,
+    typer.Option(help="Preset or YAML file (default: the plan's, or h100).", metavar="PRESET|FILE"),
 ]
 Cluster = Annotated[str, typer.Option(help="Cluster preset, or YAML file.", metavar="PRESET|FILE")]
 Nodes = Annotated[int | None, typer.Option(help="Another number of nodes than the preset's.", min=1)]
@@ -145,6 +146,7 @@ def compare(
     A trace is a run's directory (its newest step) or a file: runs/NAME/trace/predicted.arrows, or that of
     simulate --trace.
     """
+    from braid.actors.config import ConfigError
     from braid.jobs.planning import view, work
 
     if _is_trace(first) and _is_trace(second):
@@ -154,6 +156,8 @@ def compare(
         told = partial(view.show_traces, Console(), first, second, compared)
         answer(as_json, lambda: asdict(compared), told)
         return
+    if _is_trace(first) or _is_trace(second):
+        raise ConfigError(f"{first} and {second}: a trace is compared only with a trace, such as runs/NAME")
     outcomes = {name: work.simulated(name, cluster, nodes) for name in (first, second)}
     a, b = (view.simulation_json(outcomes[name]) for name in (first, second))
     content = {"a": a, "b": b, "speedup": a["step_seconds"] / b["step_seconds"]}

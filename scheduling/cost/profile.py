@@ -263,7 +263,7 @@ def parse_profile(text: str, where: str) -> Profile:
     try:
         content = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is not valid JSON: {error}") from None
+        raise ValueError(f"{where} is no profile, which `braid profile` writes: {error}") from None
     return from_mapping(Profile, content, where)
 
 

@@ -85,17 +85,15 @@ class Outcome:
 
 def modelled(cluster: ClusterSpec, profile: Profile | None = None) -> BenchOf:
     """Return a function that gives a setting its built-in layers' graphs, and costs from ``profile``, or else
-    from a model of the cluster.
-
-    The function raises `ValueError` if the layout needs another number of GPUs than the cluster has.
-    """
+    from a model of the cluster. It raises `ValueError` if the layout needs another number of GPUs."""
 
     def bench_of(setting: Setting) -> CostedSetting:
-        if setting.layout.ranks != cluster.gpus:
+        if (ranks := setting.layout.ranks) != cluster.gpus:
+            dp, left = divmod(cluster.gpus * setting.layout.dp, ranks)
             raise ValueError(
-                f"the layout {setting.layout.describe()} needs {setting.layout.ranks} GPUs, cluster "
-                f"{cluster.name} has {cluster.nodes} x {cluster.gpus_per_node} = {cluster.gpus}; "
-                f"change parallel, or the number of nodes"
+                f"the layout {setting.layout.describe()} needs {ranks} GPUs, cluster {cluster.name} has "
+                f"{cluster.nodes} x {cluster.gpus_per_node} = {cluster.gpus}; "
+                f"{'change parallel' if left else f'set parallel.dp={dp}'}, or change the number of nodes"
             )
         parts = built_in_parts(setting.sizes(axis_streams(setting.layout, cluster.gpus_per_node)))
         members = with_partitions(parts, setting.partitions, setting.layout)

@@ -1,6 +1,7 @@
 """Decisions are kept: a restart neither searches nor simulates, and nothing stale is ever used."""
 
 import json
+import os
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -71,6 +72,26 @@ def test_a_second_start_takes_what_the_first_decided(tmp_path: Path, monkeypatch
     train = config.train.model_copy(update={"steps": 1000, "lr": 0.5})
     longer = config.model_copy(update={"train": train})
     assert start(longer, profile)[0].schedule == first.schedule, "these decide nothing"
+
+
+def test_decisions_that_are_not_used_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The 32 that were used last stay; profiles do not count."""
+    config = config_of(tmp_path, model={"layers": 1})
+    profile, folder = profile_of(config), config.runs / "profiles"
+    serial = decisions.SerialStep(seconds=1.0, alpha=0.5)
+    some = Decisions(name="", candidates=(), schedule="", solo_ns={}, serial=serial, texts={}, spans="")
+    monkeypatch.setattr(decisions, "decide", lambda *_: some)
+    folder.mkdir(parents=True)
+    measured, *files = [folder / f"{kind}{n}.json" for n, kind in enumerate(["", *32 * ["decisions-"]])]
+    for age, file in enumerate((measured, *files)):
+        file.write_text("{}")
+        os.utime(file, (age, age))
+    assert decided(config, profile) == some
+    made = folder / f"decisions-{key_of(config, profile)}.json"
+    assert {*folder.iterdir()} == {measured, *files[1:], made}
+    os.utime(made, (0, 0))
+    assert decided(config, profile) == some
+    assert made.stat().st_mtime > 32, "used: the last to go"
 
 
 def key_of(config: Config, profile: Profile) -> str:

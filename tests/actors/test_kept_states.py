@@ -1,5 +1,7 @@
 """States that are kept: a skipped step is no update in any of them; ranks wait for one that writes slowly."""
 
+import errno
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any, Final
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -247,3 +249,26 @@ def test_a_rank_may_write_for_longer_than_ranks_wait_for_each_other(
     run_forked(run_saving_rank, (str(tmp_path), port_here(), asynchronous, limited), nprocs=LAYOUT.ranks)
     if not limited:
         assert len(read_tensors(tmp_path)) > 10
+
+
+# -- saves that fail -----------------------------------------------------------------------------------------
+
+
+def open_here() -> tuple[int, list[str]]:
+    """How many threads this process has, and its open files."""
+    return len(os.listdir("/proc/self/task")), sorted(str(file) for file in Path("/proc/self/fd").iterdir())
+
+
+def test_saves_that_fail_leave_no_threads_and_no_files_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.actors.test_kept_states.LAYOUT", ParallelLayout())
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(checkpoint_files._HashedStream, "write", Mock(side_effect=full))
+    held: list[tuple[int, list[str]]] = []
+    with met(0, port_here(), 1):
+        saves = Saves(Trained(0).optimizer, save_group(LIMIT))
+        for asynchronous in (False, True) * 3:
+            assert "No space left" in saved(saves, tmp_path, asynchronous).failure
+            held.append(open_here())
+    assert held[-1] == held[1], "what the first two have begun may stay"

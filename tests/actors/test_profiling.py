@@ -289,6 +289,7 @@ def test_profiles_that_are_not_used_go(tmp_path: Path, monkeypatch: pytest.Monke
     shape, launcher = config.check(VOCABULARY), ProcessLauncher(config)
     measured_with(monkeypatch, config)
     used = find_or_measure(config, shape, launcher)
+    assert profiling.KEPT == 64, "as docs/schedules.md says"
     monkeypatch.setattr(profiling, "KEPT", 2)
     os.utime(used.path, (1, 1))
     old = used.path.with_name("0123456789abcdef.json")

@@ -32,7 +32,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str, str]] = {
         GOOD,
         {"format": "jsonl"},
         TEMPLATE,
-        "data.chat_template|data.format='jsonl'|set it to chat",
+        "data.chat_template|data.format=chat, found 'jsonl'",
     ),
     "packing": (GOOD, {"packing": "hole"}, TEMPLATE, "data.packing='hole'|whole"),
     "no messages": ({"text": "a"}, {}, TEMPLATE, "talk.jsonl:1 has no list 'messages'|such as {"),

@@ -197,7 +197,7 @@ MESSAGES: list[tuple[str, str, dict[str, Any]]] = [
     (".", r"files: '.' is a folder; write './\*\*/\*.txt'", {}),
     ("odd.json", r"files: '.*odd.json' ends in '.json'; set data.format to jsonl", {}),
     ("packed.tar.gz", r"files: '.*gz' ends in '.tar.gz'; unpack it", {}),
-    ("packed.parquet.xz", r"files: '.*xz' is Parquet in '.xz'; unpack it", {}),
+    ("packed.parquet.xz", r"files: '.*xz' ends in '.xz', no Parquet; unpack it", {}),
     ("packed.jsonl.gz", r"files: cannot read '.*gz' \(Not a gzipped file.*repair", {}),
     ("sftpp://h/a", r"files='sftpp://h/a': no file system is called 'sftpp'; did you mean", {}),
     ("s3://b/a", r"files='s3://b/a': .*s3fs.*pip install 'braid\[object-stores\]'", {}),

@@ -206,5 +206,5 @@ def test_a_directory_holds_the_sets_of_a_mixture(get: Get, tmp_path: Path) -> No
     assert mixed.output.parent == tmp_path / "tokens"
     assert warnings == []
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"^data.mixture, set 'a': data.output: cannot write beside"):
+    with pytest.raises(ValueError, match=r"^data.mixture, set 'a': data.directory: cannot write beside"):
         get("other", data={"files": [], "mixture": sets, "directory": "file"})

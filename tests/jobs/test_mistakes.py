@@ -129,6 +129,7 @@ MISTAKES = [
     wrong("data.files=[absent.txt]", "data.files|absent.txt|correct the path"),
     wrong("data.tokenizer=absent.json", "data.tokenizer|absent.json|bytes"),
     wrong("model.initial=absent", "absent|config.json"),
+    wrong("model.initial=.", "config.json cannot be read|of a run, `braid checkpoint export` writes it"),
     wrong("overlap.profile=absent.json", "absent.json|braid profile"),
     wrong("overlap.schedule_file=absent.txt", "overlap.schedule_file|absent.txt"),
     wrong("overlap.schedule_file=forward.txt", "forward.txt|no backward programs"),
@@ -233,13 +234,12 @@ MISTAKES = [
     Mistake("plan llama-3.1-8b --cluster absent.yaml", "cluster absent.yaml cannot be read"),
     Mistake("plan llama-3.1-8b --output no/plan.yaml", "--output no/plan.yaml: the folder no does not exist"),
     Mistake("plan llama-3.1-8b --cluster mine.yaml --set 'parallel={dp: 8}'", "the layout dp 8 needs"),
-    Mistake(
-        "plan llama-3.1-405b --cluster a100x8", "the job fits on no layout of cluster a100x8: the leanest"
-    ),
+    Mistake("plan llama-3.1-405b --cluster a100x8", "fits on no layout of cluster a100x8: the leanest"),
     Mistake("plan first.yaml --cluster mine.yaml --set parallel=some", "be the word auto"),
     Mistake(
-        "simulate first.yaml --cluster mine.yaml --set parallel.tp=4", "needs 4 GPUs, cluster mine has 1 x 8"
+        "simulate first.yaml --cluster mine.yaml --set parallel.tp=4", "mine has 1 x 8 = 8; set parallel.dp=2"
     ),
+    Mistake("compare first.yaml runs", "first.yaml and runs: a trace is compared only with a trace"),
     Mistake("simulate first.yaml --schedule fsdp", "--schedule fsdp|here that is parallel.zero=3"),
     Mistake("simulate first.yaml --schedule magic", "--schedule magic|must be one of megatron"),
     Mistake("simulate plan.yaml", "plan.yaml"),

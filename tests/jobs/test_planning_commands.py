@@ -10,11 +10,14 @@ from unittest.mock import Mock
 
 import pytest
 
+from braid.actors.controller import profiling
 from braid.actors.controller.planning import setting_of
+from braid.actors.controller.profiling import Profiled
 from braid.jobs.planning import work as planning
 from braid.jobs.planning.view import usual_line
 from braid.scheduling.plan.decide import modelled
 from braid.scheduling.plan.plan import RunnerUp
+from braid.scheduling.text.records import to_mapping
 from tests.architecture.test_imports import loaded_after
 from tests.in_process import Capture, called
 
@@ -123,6 +126,18 @@ def test_costs_from_a_profile_file(says: Says) -> None:
     )
     assert same == pytest.approx(by_model, rel=1e-12)
     assert 1.5 * same < slow <= 2 * same
+
+
+def test_a_profile_is_printed_alone(says: Says, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``--json``: what ``--output`` writes, even if a quota disturbed the measurement."""
+    job = planning.request("small.yaml", ["parallel={tp: 8}"], "mine.yaml", None)
+    profile = modelled(job.cluster)(setting_of(job.config, job.model)).profile
+    measured = Profiled(profile=profile, path=Path("kept.json"), reused=False, trouble="it says little")
+    monkeypatch.setattr(profiling, "find_or_measure", Mock(return_value=measured))
+    words = "profile small.yaml --launcher processes --json --output mine.json"
+    outcome = called(capsys, *shlex.split(words))
+    assert json.loads(outcome.output) == json.loads(Path("mine.json").read_text()) == to_mapping(profile)
+    assert outcome.errors == "braid: it says little\n"
 
 
 def test_presets_name_their_sources(says: Says) -> None:

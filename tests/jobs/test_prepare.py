@@ -122,12 +122,12 @@ def test_what_is_not_ours_is_not_replaced(tmp_path: Path) -> None:
         if name == "home":
             (tmp_path / name).mkdir()
             (tmp_path / name / "thesis.doc").write_text("years of work")
-        says = rf"data.output: '.*{name}' is there and is no prepared data set"
+        says = rf"data.directory: '.*{name}' is there and is no prepared data set"
         with pytest.raises(ValueError, match=says):
             prepared(tmp_path / name, source)
     assert (tmp_path / "home/thesis.doc").read_text() == "years of work"
     assert source.read_text() == "text"
-    with pytest.raises(ValueError, match=r"data.output: cannot write beside '.*' \(Not a directory\)"):
+    with pytest.raises(ValueError, match=r"data.directory: cannot write beside '.*' \(Not a directory\)"):
         prepared(source / "more" / "out", source)
 
 
