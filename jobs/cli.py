@@ -21,7 +21,7 @@ from braid.jobs.commands.models import evaluate, generate
 from braid.jobs.commands.viewing import dashboard, grafana, logs, report, trace
 from braid.jobs.data.cli import data
 from braid.jobs.drill.cli import drill
-from braid.jobs.output import ExitCode, background, check_outputs, complain, say
+from braid.jobs.output import ExitCode, background, check_outputs, complain, say, write_output
 from braid.jobs.planning.cli import compare, explain, plan, presets, profile, schedule, simulate
 from braid.jobs.usage import (
     ConfigFile,
@@ -70,7 +70,7 @@ def train(
 
     resolved = on_torchrun(with_plan(read_config(config, overrides, launcher, address), plan))
     if dry_run:
-        _dry_run(Console(), resolved, resume=resume or resume_if_begun)
+        _dry_run(resolved, resume=resume or resume_if_begun)
         return
     if resume + overwrite + resume_if_begun > 1:
         raise ConfigError("--resume, --overwrite and --resume-if-begun exclude each other")
@@ -95,19 +95,17 @@ def train(
         except SecondSignalError as error:  # typer would print nothing about it
             complain(as_options(str(error)))
             raise typer.Exit(ExitCode.INTERRUPTED) from None
-    if report is not None:
-        from braid.actors.controller.state.manifest import write_durably
-
-        write_durably(report, json_text(result.report, indent=1))
+    write_output("report", report, json_text(result.report, indent=1))
     if not result.complete and result.steps != until:
         raise typer.Exit(ExitCode.INTERRUPTED)
 
 
-def _dry_run(console: Console, config: Config, *, resume: bool) -> None:
+def _dry_run(config: Config, *, resume: bool) -> None:
     from braid.jobs.planning.view import show_dry_run
     from braid.jobs.training.refusals import check_inputs
     from braid.jobs.training.remarks import on_learning_rate
 
+    console = Console()
     show_dry_run(console, config, check_inputs(config))
     for text in on_learning_rate(config, resume=resume):
         say(console, f"warning {text}")
@@ -163,9 +161,8 @@ for command, call in (
     (kubernetes, "kubernetes first.yaml --image braid:1 --claim runs --output run.yaml"),
 ):
     app.command(epilog=example(call))(command)
-for name, commands in (
-    *(("bench", bench), ("data", data), ("grafana", grafana), ("checkpoint", checkpoint), ("jobs", jobs)),
-):
+groups = {"bench": bench, "data": data, "grafana": grafana, "checkpoint": checkpoint, "jobs": jobs}
+for name, commands in groups.items():
     app.add_typer(commands, name=name)
 
 
@@ -240,7 +237,7 @@ def _report(error: Exception) -> int:
 
     match error:
         case StoppedError():
-            complain("stopped before the first step; nothing is lost")
+            complain(str(error) or "stopped; nothing is lost")
             return ExitCode.INTERRUPTED
         case JobError() | OSError():
             complain(str(error))

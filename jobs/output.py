@@ -55,8 +55,18 @@ def check_outputs(**files: Path | None) -> None:
             )
 
 
-def write_output(option: str, file: Path, content: str | bytes) -> None:
-    """Write a file that an option names; raise `ConfigError` if that fails."""
+def print_or_write(output: Path | None, text: str) -> None:
+    """Write a text to the file that ``--output`` names; without it, print the text."""
+    if output is None:
+        print(text, end="")
+    else:
+        write_output("output", output, text)
+
+
+def write_output(option: str, file: Path | None, content: str | bytes) -> None:
+    """Write the file that an option names, if it is given."""
+    if file is None:
+        return
     try:
         file.write_bytes(content.encode() if isinstance(content, str) else content)
     except OSError as error:
@@ -99,6 +109,16 @@ def facts_of(facts: Mapping[str, str | Text], title: str | None = None, **look: 
     for row in facts.items():
         table.add_row(*row)
     return table
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an exception says, or its type if it says nothing."""
+    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+
+
+def listed(names: Sequence[str], most: int = 12) -> str:
+    """Join the first names with commas, and dots for the others."""
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
 
 
 def counted(count: int, noun: str, plural: str = "s") -> str:
@@ -183,23 +203,3 @@ def background(stream: TextIO) -> Iterator[TextIO]:
         yield output  # type: ignore[misc]
     finally:
         output.finish()
-
-
-def surviving(show: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``show`` so that its exceptions do not end training; the first exception is reported."""
-    from braid.actors.controller.ranks.group import StoppedError  # help texts do not need it
-
-    failed = False
-
-    def shown(event: object) -> None:
-        nonlocal failed
-        try:
-            show(event)
-        except StoppedError:  # a signal that came while the event was shown
-            raise
-        except Exception as error:
-            if not failed:
-                complain(f"an event cannot be shown ({type(error).__name__}: {error}); training goes on")
-            failed = True
-
-    return shown

@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from typer.core import TyperGroup
 
 from braid.actors.config import Config, load_config
-from braid.scheduling.text.suggestions import must_be_one_of, nearest
 
 ConfigFile = Annotated[Path, typer.Argument(help="The run's YAML file.", metavar="CONFIG")]
 RunFolder = Annotated[Path, typer.Argument(help="A run's directory, such as runs/first.", metavar="RUN")]
@@ -32,7 +30,7 @@ def read_config(
     path: Path, overrides: list[str] | None, launcher: str | None = None, address: str | None = None
 ) -> Config:
     """Load a configuration and apply a command's options to it; fetch what it names on the Hub."""
-    from braid.jobs.data.hub_names import with_hub_files  # loads numpy, which help texts do not need
+    from braid.jobs.data.hub import with_hub_files  # loads numpy, which help texts do not need
 
     extra = {"cluster.launcher": launcher, "cluster.address": address and json.dumps(address)}
     words = [*(overrides or []), *(f"{key}={word}" for key, word in extra.items() if word)]
@@ -54,21 +52,7 @@ def example(command: str) -> str:
 def group(text: str, call: str, **more: Any) -> typer.Typer:
     """Make a group of commands, with a help text and an example."""
     more = {"epilog": example(call), "help": text, "no_args_is_help": True, "add_completion": False, **more}
-    return typer.Typer(cls=Commands, **more)
-
-
-class Commands(TyperGroup):
-    """A group of commands that suggests a command for an unknown name."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Resolve a command as typer does, but also suggest commands for words of other systems."""
-        name = args[0]
-        if self.get_command(ctx, name) is None and not name.startswith("-"):
-            known = self.list_commands(ctx)
-            near = nearest(name, known)
-            remedy = f"did you mean {near!r}?" if near else f"there are {', '.join(known)}"
-            ctx.fail(f"there is no command {f'{ctx.command_path} {name}'!r}; {remedy}")
-        return super().resolve_command(ctx, args)
+    return typer.Typer(**more)
 
 
 def told(error: Any) -> str:
@@ -78,7 +62,4 @@ def told(error: Any) -> str:
     text = (
         str(error.format_message()).rstrip(".").replace("Value error, ", "").replace("Input should", "must")
     )
-    if wrong := re.search(r"'([^']*)' is not one of (.*)", text):
-        choices = [choice.strip(" '") for choice in wrong[2].split(",")]
-        return f"{text[: wrong.start()]}{wrong[1]!r} {must_be_one_of(wrong[1], choices)}"
-    return text if ";" in text else f"{text}; see {path} --help"
+    return f"{text.rstrip('?')}; see {path} --help"

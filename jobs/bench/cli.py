@@ -7,11 +7,10 @@ import typer
 from rich.console import Console
 
 from braid.jobs.bench.overlap_case import LAYOUTS, OverlapCase
-from braid.jobs.usage import AsJson, Commands, Overrides, example
+from braid.jobs.usage import AsJson, Overrides, example
 from braid.scheduling.text.json_text import json_text
 
 bench = typer.Typer(
-    cls=Commands,
     epilog=example("bench overlap --layout tp2"),
     help="Compare Braid with plain PyTorch and its schedules with each other, as ratios within one run.",
     no_args_is_help=True,

@@ -13,7 +13,7 @@ import typer
 from braid.actors.config import ConfigError, parse_config, read_content
 from braid.actors.config.paths import anchored
 from braid.jobs.cluster.submission import STOP_SECONDS
-from braid.jobs.output import check_outputs, write_output
+from braid.jobs.output import check_outputs, print_or_write
 from braid.jobs.usage import ConfigFile, Overrides
 
 _NODE_SECONDS: Final = 1800.0  # seconds that a run waits for nodes that the autoscaler has yet to find
@@ -86,10 +86,7 @@ def kubernetes(
         memory=f"{int(size[1]) * ranks}{size[2]}",
         gpus=str(ranks) if gpus else None,
     )
-    if output is None:
-        typer.echo(text, nl=False)
-    else:
-        write_output("output", output, text)
+    print_or_write(output, text)
 
 
 def _filled(kind: str, **values: object) -> str:

@@ -25,6 +25,7 @@ from braid.actors.controller.ranks.rendezvous import launcher_here
 from braid.jobs.cluster.doors import check_cluster, head_is_silent
 from braid.jobs.cluster.guardian import MARK, guarded
 from braid.jobs.data.executors import Executor, local_map, ray_map
+from braid.jobs.output import first_line
 
 _CONNECT_SECONDS = 20.0
 _FOUND_BY_RAY = ("auto", "local")
@@ -62,11 +63,7 @@ def is_private(config: Config) -> bool:
 @contextlib.contextmanager
 def ray_session(config: Config) -> Iterator[None]:
     """Connect to ``cluster.address`` or $RAY_ADDRESS, or start a cluster of this machine with its own token.
-    A cluster that this process has joined is used as it is, and stays joined.
-
-    Raise `ConfigError` if Ray is not installed, the address does not answer, the cluster is open to anybody,
-    or this process has joined another one.
-    """
+    A cluster that this process has joined is used as it is, and stays joined."""
     check_installed()
     if not _one_session.acquire(blocking=False):
         raise ConfigError(
@@ -91,7 +88,7 @@ def _connected(config: Config) -> Iterator[None]:
         import ray
     except Exception as error:  # Ray is not installed, or not completely
         raise ConfigError(
-            f"cluster.launcher='ray' needs Ray, which cannot be loaded ({_first_line(error)}); {_INSTALL_RAY}"
+            f"cluster.launcher='ray' needs Ray, which cannot be loaded ({first_line(error)}); {_INSTALL_RAY}"
         ) from None
     address = config.cluster.address or os.environ.get("RAY_ADDRESS")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -139,7 +136,7 @@ def _connected(config: Config) -> Iterator[None]:
         except StoppedError:
             raise
         except Exception as error:  # Ray raises bare exceptions, and others than it documents
-            raise ConfigError(f"{trouble} ({_first_line(error)}); {remedy}") from None
+            raise ConfigError(f"{trouble} ({first_line(error)}); {remedy}") from None
         os.environ.pop(MARK, None)  # Ray's processes keep it; trackers and the page must not have it
         stack.callback(ray.shutdown)
         if address in _FOUND_BY_RAY:
@@ -295,7 +292,3 @@ def check_lasting(config: Config) -> None:
                 f"{key}={path!r} lies in this job's working directory, which Ray removes with the job; "
                 f"give an absolute path that means the same on all nodes, such as {key}=/shared/runs"
             )
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

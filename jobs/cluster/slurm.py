@@ -10,8 +10,8 @@ from typing import Annotated, Final, Literal
 
 import typer
 
-from braid.actors.config import Config, ConfigError
-from braid.jobs.output import check_outputs, write_output
+from braid.actors.config import ConfigError
+from braid.jobs.output import check_outputs, print_or_write
 from braid.jobs.usage import ConfigFile, Overrides, read_config
 
 SAVE_SECONDS: Final = 180
@@ -65,34 +65,10 @@ def slurm(
 ) -> None:
     """Write a script for Slurm's sbatch: the run on so many nodes, with torchrun or Ray."""
     check_outputs(output=output)
-    text = script(
-        read_config(config, overrides),
-        [str(config.absolute()), *(word for one in overrides or [] for word in ("--set", one))],
-        nodes=nodes,
-        gpus_per_node=gpus_per_node,
-        options={"time": time, "partition": partition, "account": account},
-        launcher=launcher,
-    )
-    if output is None:
-        typer.echo(text, nl=False)
-    else:
-        write_output("output", output, text)
-
-
-def script(
-    config: Config,
-    arguments: list[str],
-    *,
-    nodes: int,
-    gpus_per_node: int | None,
-    options: dict[str, str | None],
-    launcher: Literal["ray", "torchrun"],
-) -> str:
-    """Return the script. ``arguments``: of ``braid train``; ``options``: of ``sbatch``, if they are not None.
-
-    Raise `ConfigError` if the ranks do not fit the nodes.
-    """
-    ranks, cluster = config.layout().ranks, config.cluster
+    run = read_config(config, overrides)
+    words = [str(config.absolute()), *(word for one in overrides or [] for word in ("--set", one))]
+    options = {"time": time, "partition": partition, "account": account}
+    ranks, cluster = run.layout().ranks, run.cluster
     if ranks % nodes:
         raise ConfigError(
             f"--nodes {nodes} does not divide the layout's {ranks} ranks evenly; change --nodes, or the "
@@ -119,29 +95,30 @@ def script(
     for name, value in options.items():
         if value is not None and (not value or any(letter.isspace() for letter in value)):
             raise ConfigError(f"--{name} {value!r} must be a word, as sbatch takes it")
-    if (limit := options["time"]) is not None and not _TIME.fullmatch(limit):
+    if time is not None and not _TIME.fullmatch(time):
         raise ConfigError(
-            f"--time {limit} must be minutes, minutes:seconds, hours:minutes:seconds, days-hours, "
+            f"--time {time} must be minutes, minutes:seconds, hours:minutes:seconds, days-hours, "
             f"days-hours:minutes or days-hours:minutes:seconds, such as 12:00:00"
         )
     cpus = max(1, math.ceil(each * cluster.cpus_per_rank))
     gpus = (gpus_per_node or each) if on_gpus else None
     wanted = {
-        "job-name": config.name,
+        "job-name": run.name,
         "nodes": str(nodes),
         "ntasks-per-node": "1",
         "cpus-per-task": str(cpus),
         "gpus-per-node": gpus and str(gpus),
         **options,
-        "output": f"{config.name}-%j.out",
+        "output": f"{run.name}-%j.out",
         "signal": f"TERM@{SAVE_SECONDS}",
         "chdir": str(Path.cwd()),
     }
     room = f"--num-cpus {cpus}" + (f" --num-gpus {gpus}" if gpus else "")
     template = _RAY if launcher == "ray" else _TORCHRUN
     start = template.substitute(
-        nodes=nodes, ranks=each, seconds=SAVE_SECONDS - 20, room=room, arguments=shlex.join(arguments)
+        nodes=nodes, ranks=each, seconds=SAVE_SECONDS - 20, room=room, arguments=shlex.join(words)
     )
     directives = [f"#SBATCH --{name}={value}" for name, value in wanted.items() if value is not None]
     here = shlex.quote(str(Path(sys.executable).parent))
-    return _SCRIPT.substitute(directives="\n".join(directives), bin=here, start=start)
+    text = _SCRIPT.substitute(directives="\n".join(directives), bin=here, start=start)
+    print_or_write(output, text)

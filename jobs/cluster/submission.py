@@ -12,8 +12,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,7 +33,6 @@ from braid.jobs.usage import AsJson, ConfigFile, Overrides, Overwrite, Resume, e
 STOP_SECONDS = 120
 """Seconds for a job to save a checkpoint after it was told to stop; Ray's own default is 3."""
 
-_ENDED = {"SUCCEEDED", "FAILED", "STOPPED"}
 _POLL_SECONDS, _STATUS_SECONDS = 0.3, 10.0
 _CONNECT_SECONDS, _READ_SECONDS = 20.0, 60.0
 _HERE = "http://127.0.0.1:8265"
@@ -55,39 +53,30 @@ class JobError(RuntimeError):
     """The job server refuses a request or fails, for a reason outside the configuration."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """A submitted job; times are seconds since 1970."""
+def _facts(job: Any) -> dict[str, Any]:
+    """Return what ``--json`` prints of one of Ray's jobs; times are seconds since 1970."""
+    started, ended = (ms / 1000 if ms else None for ms in (job.start_time, job.end_time))
+    facts = {"id": job.submission_id, "run": _run_of(job), "status": job.status.value}
+    facts |= {"message": job.message or "", "started": started, "ended": ended}
+    return {**facts, "entrypoint": job.entrypoint, "metadata": job.metadata or {}}
 
-    id: str
-    run: str | None
-    """The run's name; None for a job that `braid submit` did not make."""
-    status: str
-    """PENDING, RUNNING, STOPPED, SUCCEEDED or FAILED."""
-    message: str
-    started: float | None
-    ended: float | None
-    entrypoint: str
-    metadata: Mapping[str, str]
-    """Metadata of a run: ``braid_run``, ``braid_layout`` (the mesh in words, as submitted),
-    ``braid_directory`` (as nodes see it) and ``braid_submitted_by`` (``user@host``)."""
 
-    @property
-    def active(self) -> bool:
-        """Whether the job is waiting or running."""
-        return self.status not in _ENDED
+def _run_of(job: Any) -> str | None:
+    """Return the name of a job's run; None for a job that `braid submit` did not make."""
+    name = str((job.metadata or {}).get("braid_run", ""))
+    return name if re.fullmatch(NAME_PATTERN, name) else None
 
-    @property
-    def cells(self) -> dict[str, Text]:
-        """The job's facts for tables, by column; as `Text`, since names may contain rich's markup."""
-        started = took = None
-        if self.started is not None:
-            started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.started))
-            took = duration((self.ended or time.time()) - self.started)
-        words = {"run": self.run, "job": self.id, "status": self.status, "message": self.message}
-        words |= {name: self.metadata.get(f"braid_{name.replace(' ', '_')}") for name in _SUBMITTED}
-        words |= {"started": started, "took": took, "command": self.entrypoint}
-        return {name: Text(word or "-") for name, word in words.items()}
+
+def _cells(job: Any) -> dict[str, Text]:
+    """Return a job's facts for tables, by column; as `Text`, since names may contain rich's markup."""
+    facts = _facts(job)
+    words = {"run": facts["run"], "job": facts["id"], "status": facts["status"], "message": facts["message"]}
+    words |= {name: facts["metadata"].get(f"braid_{name.replace(' ', '_')}") for name in _SUBMITTED}
+    if (started := facts["started"]) is not None:
+        words["started"] = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(started))
+        words["took"] = duration((facts["ended"] or time.time()) - started)
+    words["command"] = job.entrypoint
+    return {name: Text(words.get(name) or "-") for name in dict.fromkeys((*_LISTED, *words))}
 
 
 # -- commands ------------------------------------------------------------------------------------------------
@@ -115,13 +104,12 @@ def submit(
     if resume and overwrite:
         raise ConfigError("--resume and --overwrite exclude each other")
     resolved = load_config(config, overrides or ())
-    server = JobServer(address)
-    variables = _variables(env or [])
+    server, variables = JobServer(address), _variables(env or [])
     resolved = _checked(resolved)
     check_job_server(server.address, server.host, resolved.cluster.allow_unauthenticated)
     known = server.jobs()
     _check_new(resolved.name, known, resume or overwrite)
-    taken = {job.id for job in known}  # Ray never accepts an id twice
+    taken = {job.submission_id for job in known}  # Ray never accepts an id twice
     ids = (resolved.name if number == 1 else f"{resolved.name}-{number}" for number in count(1))
     new = next(id for id in ids if id not in taken)
     facts = {
@@ -157,16 +145,16 @@ def list_jobs(address: Address = _HERE, as_json: AsJson = False) -> None:
     known = JobServer(address).jobs()
     table = Table(*(Column(name, overflow="fold") for name in _LISTED), box=None, pad_edge=False)
     for job in known:
-        table.add_row(*map(job.cells.__getitem__, _LISTED))
-    answer(as_json, lambda: [*map(asdict, known)], lambda: Console().print(table, highlight=False))
+        table.add_row(*map(_cells(job).__getitem__, _LISTED))
+    answer(as_json, lambda: [*map(_facts, known)], lambda: Console().print(table, highlight=False))
 
 
 @jobs.command(epilog=example("jobs status first"))
 def status(name: Name, address: Address = _HERE, as_json: AsJson = False) -> None:
     """Show a job: what became of it, where its records are."""
     job = JobServer(address).find(name)
-    table = facts_of(job.cells, box=None, pad_edge=False)
-    answer(as_json, lambda: asdict(job), lambda: Console().print(table, highlight=False))
+    table = facts_of(_cells(job), box=None, pad_edge=False)
+    answer(as_json, lambda: _facts(job), lambda: Console().print(table, highlight=False))
 
 
 @jobs.command(epilog=example("jobs logs first --follow"))
@@ -175,10 +163,10 @@ def logs(name: Name, address: Address = _HERE, follow: Follow = False) -> None:
     server = JobServer(address)
     job = server.find(name)
     if follow:
-        _follow(server, job.id)
+        _follow(server, job.submission_id)
         return
     with _answers():
-        typer.echo(str(server.client.get_job_logs(job.id)), nl=False)
+        typer.echo(str(server.client.get_job_logs(job.submission_id)), nl=False)
 
 
 @jobs.command(epilog=example("jobs stop first"))
@@ -186,18 +174,19 @@ def stop(name: Name, address: Address = _HERE) -> None:
     """Stop a job and wait for it: the run saves a checkpoint first, and --resume goes on from there."""
     server = JobServer(address)
     job = server.find(name)
-    if not job.active:
-        typer.echo(f"job {job.id} is {job.status} already")
+    id = job.submission_id
+    if job.status.is_terminal():
+        typer.echo(f"job {id} is {job.status} already")
         return
     with _answers():
-        server.client.stop_job(job.id)
-    stopped = server.ended(job.id, seconds := STOP_SECONDS + _STATUS_SECONDS)
-    if stopped.active:
+        server.client.stop_job(id)
+    status = server.ended(id, seconds := STOP_SECONDS + _STATUS_SECONDS)
+    if not status.is_terminal():
         raise JobError(
-            f"job {job.id} is still {stopped.status} {seconds:g} s after it was told to stop; see it with: "
-            f"braid jobs status {job.id}"
+            f"job {id} is still {status} {seconds:g} s after it was told to stop; see it with: "
+            f"braid jobs status {id}"
         )
-    typer.echo(f"job {stopped.id} is {stopped.status}")
+    typer.echo(f"job {id} is {status}")
 
 
 def _follow(server: "JobServer", job: str) -> None:
@@ -215,10 +204,10 @@ def _follow(server: "JobServer", job: str) -> None:
     except KeyboardInterrupt:
         complain(f"job {job} goes on; stop it with: braid jobs stop {job}")
         raise
-    ended = server.ended(job)
-    typer.echo(f"job {ended.id} is {ended.status}")
-    if ended.status != "SUCCEEDED":
-        raise typer.Exit(ExitCode.INTERRUPTED if ended.status == "STOPPED" else ExitCode.FAILURE)
+    status = server.ended(job)
+    typer.echo(f"job {job} is {status}")
+    if status != "SUCCEEDED":
+        raise typer.Exit(ExitCode.INTERRUPTED if status == "STOPPED" else ExitCode.FAILURE)
 
 
 # -- the job server ------------------------------------------------------------------------------------------
@@ -234,31 +223,31 @@ class JobServer:
         self.address, self.host = address.rstrip("/"), parts.hostname
         self.client = _client(self.address, is_loopback(self.host))
 
-    def jobs(self) -> list[Job]:
-        """Return all submitted jobs, the newest first."""
+    def jobs(self) -> list[Any]:
+        """Return all submitted jobs, as Ray's `JobDetails`, the newest first."""
         with _answers():
-            found = [_job(job) for job in self.client.list_jobs() if job.type.value == "SUBMISSION"]
-        return sorted(found, key=lambda job: job.started or 0.0, reverse=True)
+            found = [job for job in self.client.list_jobs() if job.type.value == "SUBMISSION"]
+        return sorted(found, key=lambda job: job.start_time or 0, reverse=True)
 
-    def find(self, name: str) -> Job:
+    def find(self, name: str) -> Any:
         """Return the job of a run (the active one, else the newest), or the job with this id."""
         known = self.jobs()
-        found = _of_run(name, known) or [job for job in known if job.id == name]
+        found = _of_run(name, known) or [job for job in known if job.submission_id == name]
         if found:
             return found[0]
-        names = ", ".join(dict.fromkeys(job.run or job.id for job in known)) or "none"
+        names = ", ".join(dict.fromkeys(_run_of(job) or job.submission_id for job in known)) or "none"
         raise ConfigError(f"there is no run or job named {name!r} at {self.address}; there are: {names}")
 
-    def ended(self, id: str, seconds: float = _STATUS_SECONDS) -> Job:
-        """Return the job with this id once it has ended, or its state after ``seconds``; its log may end a
-        little earlier."""
+    def ended(self, id: str, seconds: float = _STATUS_SECONDS) -> Any:
+        """Return the status of a job once it has ended, or after ``seconds``; its log may end a little
+        earlier."""
         deadline = time.monotonic() + seconds
         while True:
-            job = next((job for job in self.jobs() if job.id == id), None)
+            job = next((job for job in self.jobs() if job.submission_id == id), None)
             if job is None:
                 raise JobError(f"job {id} is gone from {self.address}")
-            if not job.active or time.monotonic() >= deadline:
-                return job
+            if job.status.is_terminal() or time.monotonic() >= deadline:
+                return job.status
             time.sleep(_POLL_SECONDS)
 
 
@@ -295,37 +284,21 @@ def _variables(settings: list[str]) -> dict[str, str]:
     return variables
 
 
-def _check_new(name: str, known: list[Job], goes_on: bool) -> None:
+def _check_new(name: str, known: list[Any], goes_on: bool) -> None:
     """Refuse a run that is active, or that has ended and is neither resumed nor overwritten."""
     for job in _of_run(name, known)[:1]:
-        now = f"job {job.id} is {job.status}"
-        other = "choose another with --set name=..."
-        if job.active:
-            stop = f"stop it with 'braid jobs stop {name}'"
-            raise ConfigError(f"run {name!r} is active: {now}; wait for it, {stop}, or {other}")
-        if not goes_on:
-            old = "continue it with --resume, replace it with --overwrite"
-            raise ConfigError(f"run {name!r} was here before: {now}; {old}, or {other}")
+        now, what = f"job {job.submission_id} is {job.status}", ""
+        if not job.status.is_terminal():
+            what = f"is active: {now}; wait for it, stop it with 'braid jobs stop {name}'"
+        elif not goes_on:
+            what = f"was here before: {now}; continue it with --resume, replace it with --overwrite"
+        if what:
+            raise ConfigError(f"run {name!r} {what}, or choose another with --set name=...")
 
 
-def _of_run(name: str, known: list[Job]) -> list[Job]:
+def _of_run(name: str, known: list[Any]) -> list[Any]:
     """Return the jobs of a run, active ones first, then the newest."""
-    return sorted((job for job in known if job.run == name), key=lambda job: not job.active)
-
-
-def _job(details: Any) -> Job:
-    metadata = {str(key): str(value) for key, value in (details.metadata or {}).items()}
-    run = metadata.get("braid_run", "")
-    return Job(
-        id=details.submission_id,
-        run=run if re.fullmatch(NAME_PATTERN, run) else None,
-        status=details.status.value,
-        message=details.message or "",
-        started=details.start_time / 1000 if details.start_time else None,
-        ended=details.end_time / 1000 if details.end_time else None,
-        entrypoint=details.entrypoint,
-        metadata=metadata,
-    )
+    return sorted((job for job in known if _run_of(job) == name), key=lambda job: job.status.is_terminal())
 
 
 def _client(address: str, local: bool) -> Any:

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from braid.actors.config import ConfigError, read_content
 from braid.actors.controller.state.manifest import MANIFEST, CheckpointError, CheckpointStore, verify
-from braid.jobs.output import ExitCode, answer, complain, counted, on_disk
+from braid.jobs.output import ExitCode, answer, complain, counted, listed, on_disk
 from braid.jobs.usage import AsJson, RunFolder, example, group
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.model.shape import ModelShape
@@ -42,8 +42,6 @@ Which = Annotated[
         metavar=f"STEP|{BEST}",
     ),
 ]
-_NAMED: Final = 12
-"""Most runs that a message names."""
 _STEP = re.compile(r"step-(\d+)")
 
 
@@ -60,25 +58,22 @@ def list_checkpoints(run: RunFolder, as_json: AsJson = False) -> None:
         loss += f" {BEST}" if saved.step == best else ""
         state = Text(saved.problem or "verified")  # file names must not be read as rich's markup
         table.add_row(str(saved.step), decimal(saved.size_bytes), saved.layout or "-", loss, state)
-        names = ("step", "size_bytes", "layout", "validation_loss")
-        row = {"path": str(saved.path), **{name: getattr(saved, name) for name in names}}
+        row = {name: value for name, value in vars(saved).items() if name != "shape"}
         verified = {"verified": not saved.problem, "problem": saved.problem or None}
-        rows.append({**row, "best": saved.step == best, **verified})
+        rows.append({**row, "path": str(saved.path), "best": saved.step == best, **verified})
     answer(as_json, lambda: rows, lambda: Console().print(table, highlight=False))
 
 
 @checkpoint.command("verify", epilog=example("checkpoint verify runs/first"))
 def verify_checkpoints(source: RunOrCheckpoint) -> None:
     """Compare every file with its checksum; exit code 2, and the file's name, if one differs."""
-    code = 0
-    for path in checkpoints_at(source):
-        saved = _examined(path)
+    found = [_examined(path) for path in checkpoints_at(source)]
+    for saved in found:
         if saved.problem:
             complain(saved.problem)
-            code = ExitCode.MISTAKE
         else:
-            typer.echo(f"{path}: verified, {decimal(saved.size_bytes)}")
-    raise typer.Exit(code)
+            typer.echo(f"{saved.path}: verified, {decimal(saved.size_bytes)}")
+    raise typer.Exit(ExitCode.MISTAKE if any(saved.problem for saved in found) else 0)
 
 
 @checkpoint.command("export", epilog=example("checkpoint export runs/first exported --dtype bf16"))
@@ -124,13 +119,11 @@ class Examined:
     """Step according to the directory's name, else according to the manifest."""
     size_bytes: int = 0
     problem: str = ""
-    """Description of a fault, with the name of the file; empty if every file matches the manifest."""
+    """Description of a fault, with the name of the file; the fields below are None then."""
     layout: str | None = None
-    """The layout that wrote it, such as ``tp 2 x pp 2``; None if there is a problem."""
     shape: ModelShape | None = None
-    """Sizes of the model; None if there is a problem."""
     validation_loss: float | None = None
-    """Validation loss of the saved state, in nats per token; None if it was not validated."""
+    """In nats per token; None if the saved state was not validated."""
 
 
 def chosen(source: Path, which: str | None = None) -> Examined:
@@ -249,14 +242,11 @@ def _examined(path: Path) -> Examined:
 
 
 def checkpoints_at(path: Path) -> list[Path]:
-    """Return all checkpoints of a run, oldest first, or the one checkpoint at ``path``.
-
-    Raise `ConfigError` if the path is neither, or the run has none.
-    """
+    """Return all checkpoints of a run, oldest first, or the one checkpoint at ``path``."""
     if not path.exists():
         runs = sorted(str(file.parent) for file in path.parent.glob("*/config.yaml"))
-        there = f"there are {', '.join(runs[:_NAMED])}" if runs else f"{path.parent} holds no runs"
-        raise ConfigError(f"there is no run {path}; {there}{', ...' if len(runs) > _NAMED else ''}")
+        there = f"there are {listed(runs)}" if runs else f"{path.parent} holds no runs"
+        raise ConfigError(f"there is no run {path}; {there}")
     if (path / MANIFEST).is_file() or (path.is_dir() and _STEP.fullmatch(path.name)):
         return [path]
     store = CheckpointStore(path / "checkpoints")
@@ -281,21 +271,21 @@ def _base_of(checkpoint: Path, *, merge: bool) -> Path | None:
     """Return the directory of the model that a checkpoint's adapters belong to; None if the run began with
     random weights. Raise `ConfigError` if adapters are to be merged into the model, and it is not there."""
     initial = _model_of(checkpoint).get("initial")
-    base = None if initial is None else Path(initial)
-    if merge and base is None:
+    if not merge:
+        return None if initial is None else Path(initial)
+    if initial is None:
         raise ConfigError(
             f"the run of checkpoint {checkpoint} has no model.initial, into which its adapters could be "
             f"merged; `braid checkpoint export` writes the adapters alone"
         )
-    if merge and base is not None and not base.is_dir():
+    if not (base := Path(initial)).is_dir():
         raise ConfigError(
-            f"model.initial={str(base)!r} of the run of checkpoint {checkpoint} is not a directory any more, "
+            f"model.initial={initial!r} of the run of checkpoint {checkpoint} is not a directory any more, "
             f"and its adapters cannot be merged; bring the base model back"
         )
-    if merge and base is not None:
-        from braid.jobs.training.beside_weights import check_base
+    from braid.jobs.training.beside_weights import check_base
 
-        check_base(checkpoint.resolve().parent.parent, base)
+    check_base(checkpoint.resolve().parent.parent, base)
     return base
 
 
@@ -312,10 +302,7 @@ def _check_built_in(checkpoint: Path) -> None:
 @contextlib.contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
     """Make a directory to fill, which is renamed to ``target`` once all is written; on an error nothing is
-    left.
-
-    Raise `ConfigError` if ``target`` exists, or cannot be created.
-    """
+    left."""
     if os.path.lexists(target):
         raise ConfigError(f"{target} exists already; give the name of a new directory")
     if not target.parent.is_dir():

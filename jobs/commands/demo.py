@@ -40,8 +40,7 @@ class Demo:
     """Results of the demo, of the run without overlap and of the run with it."""
 
     seconds: tuple[tuple[float, ...], tuple[float, ...]]
-    """Seconds of each step that the runs made by turns, on the slowest rank; without the first `_SETTLING`
-    steps."""
+    """Seconds of each step that both made, on the slowest rank; without the first `_SETTLING` steps."""
     hidden: tuple[float | None, float | None]
     """Share of communication that was hidden; None without communication."""
     compared: int
@@ -49,7 +48,6 @@ class Demo:
     alike: int
     """Number of steps whose loss and gradient norm are bit-identical in both runs."""
     validation: Mapping[str, float | None]
-    """Validation results of the run with overlap, as in its report."""
     runs: tuple[Path, Path]
 
     @property

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from braid.actors.config import ConfigError
 from braid.jobs.commands.checkpoint import Which, checkpoints_at, chosen, write_weights
-from braid.jobs.output import answer, check_outputs, complain, table_of, write_output
+from braid.jobs.output import answer, check_outputs, complain, first_line, table_of, write_output
 from braid.jobs.usage import AsJson
 from braid.scheduling.model.presets.hugging_face import CONFIG
 from braid.scheduling.text.json_text import json_text
@@ -86,7 +86,7 @@ def opened(source: Path, folder: Path) -> tuple[Any, Any]:
                 folder, use_safetensors=True, output_loading_info=True, **options
             )
     except Exception as error:  # of many types, by the kind of the file
-        raise ConfigError(f"transformers cannot read {source}: {_first_line(error)}") from None
+        raise ConfigError(f"transformers cannot read {source}: {first_line(error)}") from None
     model, state = loaded
     if lost := sorted(state["missing_keys"]):  # these would have random values
         raise ConfigError(f"{source} lacks the tensor {lost[0]}, which {CONFIG} says is there")
@@ -108,11 +108,6 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logging.disable(before)
-
-
-def _first_line(error: Exception) -> str:
-    """Return what an exception says first, or its type if it says nothing."""
-    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
 
 
 def generate(
@@ -159,10 +154,7 @@ def generate(
             drawing["suppress_tokens"] = [*unused]
         ends = settings.eos_token_id
         ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
-        if seed is None:
-            torch.seed()
-        else:
-            torch.manual_seed(seed)
+        torch.seed() if seed is None else torch.manual_seed(seed)
         ids = torch.tensor([given], device=model.device)
         (made,) = model.generate(
             ids,
@@ -186,9 +178,11 @@ def _drawing(temperature: float | None, top_p: float | None) -> dict[str, Any]:
         raise ConfigError(
             "--top-p draws tokens, and --temperature 0 takes the likeliest; leave one of both out"
         )
-    given: dict[str, Any] = {"temperature": temperature or None, "top_p": top_p}
+    if temperature == 0:
+        return {"do_sample": False}
+    given: dict[str, Any] = {"temperature": temperature, "top_p": top_p}
     drawn = {key: value for key, value in given.items() if value is not None}
-    return {"do_sample": bool(drawn), **drawn} if drawn or temperature == 0 else {}
+    return {"do_sample": True, **drawn} if drawn else {}
 
 
 def _in_template(tokenizer: Any, prompt: str, source: str) -> list[int]:
@@ -241,8 +235,7 @@ def evaluate(
         )
     content = {"source": str(source), "checkpoint": checkpoint, "limit": limit}
     content |= {key: found[key] for key in ("results", "n-samples", "n-shot", "versions")}
-    if output is not None:
-        write_output("output", output, json_text(content, indent=1))
+    write_output("output", output, json_text(content, indent=1))
     answer(as_json, lambda: content, lambda: Console().print(_table(found)))
 
 
@@ -268,7 +261,7 @@ def _known(names: list[str], tasks: str, folder: Path | None) -> Any:
         raise
     except Exception as error:  # of any type: task files hold templates, code, names of data sets
         raise ConfigError(
-            f"--tasks {tasks} cannot be loaded: {_first_line(error)}; see to the network, or name a folder "
+            f"--tasks {tasks} cannot be loaded: {first_line(error)}; see to the network, or name a folder "
             f"of your own tasks with --include-path"
         ) from None
     return manager

@@ -105,10 +105,7 @@ def logs(
         raise ConfigError(f"{run / FOLDER} holds no logs: no rank of this run could write any there")
     if rank is not None and rank not in known:
         raise ConfigError(f"--rank {rank}: {run} has logs of ranks {', '.join(map(str, known))}")
-    try:
-        _show_all(run, rank, follow)
-    except BrokenPipeError:  # the reader has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    _show_all(run, rank, follow)
 
 
 def _known(run: Path) -> list[int]:

@@ -19,6 +19,7 @@ import numpy as np
 from braid.actors.config import DataConfig
 from braid.actors.config.paths import BYTES
 from braid.jobs.data.tokenizer import TOKENIZER_CONFIG, Encoded, Tokenizer, content_of, special_names
+from braid.jobs.output import first_line
 
 KEY: Final = "data.chat_template"
 TEMPLATE_FILE: Final = "chat_template.jinja"
@@ -42,13 +43,8 @@ class Conversation:
     """Function that tells file and line, for messages."""
 
 
-@dataclass(frozen=True)
-class Rendered:
-    """The text of a conversation, and the places in it of the assistants' text."""
-
-    text: str
-    spans: tuple[tuple[int, int], ...]
-    """Begin and end of each answer, in characters."""
+Rendered = tuple[str, list[tuple[int, int]]]
+"""The text of a conversation; begin and end, in characters, of each piece of it that is the assistants'."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +58,7 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, data: DataConfig, tokenizer: Tokenizer) -> "ChatTemplate":
-        """Return the configuration's template or that of the tokenizer's files.
-
-        Raise `ValueError` if there is none, or if it is no template.
-        """
+        """Return the configuration's template or that of the tokenizer's files."""
         folder = None if tokenizer.name == BYTES else Path(tokenizer.name).parent
         variables = {"eos_token": tokenizer.end_token, **(special_names(folder) if folder else {})}
         source, origin = _read(data.chat_template) if data.chat_template else _beside_tokenizer(folder)
@@ -92,7 +85,7 @@ class ChatTemplate:
 
     def _by_prefixes(self, conversation: Conversation) -> Rendered:
         messages = conversation.messages
-        text, spans = self._text(conversation, messages), []
+        text, spans = self._text(conversation, messages), list[tuple[int, int]]()
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
                 before = self._text(conversation, messages[:number], prompt=True)
@@ -103,7 +96,7 @@ class ChatTemplate:
                         f"otherwise than the whole, so that the assistant's text cannot be told; {REMEDY}"
                     )
                 spans.append((len(before), len(after)))
-        return Rendered(text, tuple(spans))
+        return text, spans
 
     def _text(
         self, conversation: Conversation, messages: Sequence[Mapping[str, Any]], prompt: bool = False
@@ -115,20 +108,20 @@ class ChatTemplate:
                 **variables, documents=None, add_generation_prompt=prompt
             )
         except Exception as fault:  # templates are programs, which fail as they like
-            reason = (str(fault) or type(fault).__name__).splitlines()[0]
             raise ValueError(
-                f"data.files: {conversation.place()} cannot be rendered by {self.origin} ({reason}); repair "
-                f"the messages, or set {KEY} to another template"
+                f"data.files: {conversation.place()} cannot be rendered by {self.origin} "
+                f"({first_line(fault)}); repair the messages, or set {KEY} to another template"
             ) from None
         return text
 
 
 def encode(tokenizer: Tokenizer, rendered: Rendered) -> tuple[Encoded, np.ndarray]:
     """Return a conversation's N tokens, and for each whether it is of the assistants' text: [N] bool."""
-    encoded, spans_N2 = tokenizer.encode_rendered(rendered.text)
+    text, answers = rendered
+    encoded, spans_N2 = tokenizer.encode_rendered(text)
     begins_N, ends_N = spans_N2.T
     counted_N = np.zeros(len(encoded.ids), bool)
-    for begin, end in rendered.spans:
+    for begin, end in answers:
         touched = np.flatnonzero((begins_N < end) & ((ends_N > begin) | (begins_N >= begin)))
         if len(touched):
             counted_N[touched[0] : touched[-1] + 1] = True
@@ -188,7 +181,7 @@ def _without_marks(marked: str) -> Rendered:
             spans.append((begin, len(text)))
         else:
             text += piece
-    return Rendered(text, tuple(spans))
+    return text, spans
 
 
 @lru_cache(maxsize=8)

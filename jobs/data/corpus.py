@@ -23,10 +23,11 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from glob import glob, has_magic
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, assert_never
+from typing import Any, BinaryIO, Literal
 
 from braid.actors.config import ConfigError, DataConfig
 from braid.actors.config.paths import PYTHON_STDLIB, file_system, is_url
+from braid.jobs.output import first_line, listed
 
 KEY = "data.files"
 MESSAGES = "messages"
@@ -124,8 +125,7 @@ class WorkItem:
 
 
 def find_sources(data: DataConfig) -> tuple[Source, ...]:
-    """Return the corpus's files, each once, sorted by path. Raise `ValueError` for an entry that matches no
-    file."""
+    """Return the corpus's files, each once, sorted by path."""
     if not data.files:
         raise ValueError(f"{KEY}: [] names no file; give paths, globs or {PYTHON_STDLIB!r}")
     sources: dict[str, Source] = {}
@@ -177,9 +177,8 @@ def _find(entry: str) -> list[Source]:
     paths = [name] if os.path.isfile(name) else filter(os.path.isfile, glob(name, recursive=True))
     if found := [_local(path) for path in paths]:
         return found
-    raise MissingSourcesError(
-        f"{KEY}: {entry!r} finds no file (in {os.getcwd()}); correct the path or the glob"
-    )
+    here = os.getcwd()
+    raise MissingSourcesError(f"{KEY}: {entry!r} finds no file (in {here}); correct the path or the glob")
 
 
 def _local(path: str) -> Source:
@@ -286,8 +285,7 @@ def unreadable(path: str, fault: Exception) -> ValueError:
 
 
 def _reason(fault: Exception) -> str:
-    said = getattr(fault, "strerror", None) or str(fault) or type(fault).__name__
-    return str(said).splitlines()[0]
+    return getattr(fault, "strerror", None) or first_line(fault)
 
 
 def refuse_array(path: str) -> None:
@@ -301,8 +299,7 @@ def refuse_array(path: str) -> None:
 
 
 def open_parquet(path: str, field: str, *, chat: bool = False) -> Any:
-    """Open a `pyarrow.parquet.ParquetFile`; raise `ValueError` if it is unreadable, or has no field of that
-    name that holds text (``chat``: lists)."""
+    """Open a `pyarrow.parquet.ParquetFile`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -335,9 +332,8 @@ def choices(names: list[str]) -> str:
     """Return the end of a message about a missing field: the fields that exist, or a remedy."""
     if not names:
         return "which has no field at all; exclude the file"
-    listed = ", ".join(repr(name) for name in names[:12]) + (", ..." if len(names) > 12 else "")
     remedy = "set data.format to chat, or " if MESSAGES in names else "set "
-    return f"which has {listed}; {remedy}data.text_field to the one that holds the text"
+    return f"which has {listed([*map(repr, names)])}; {remedy}data.text_field to the one that holds the text"
 
 
 # Cut into work items.
@@ -383,7 +379,5 @@ def _ranges(source: Source, target: int, text_field: str, chat: bool) -> Iterato
                     if size >= target or group == file.num_row_groups - 1:
                         yield FileRange(path, kind, start, group + 1, size)
                         start, size = group + 1, 0
-        case "megatron" | "hub":
-            raise AssertionError(f"{kind} has a module of its own, which cuts it")
         case _:
-            assert_never(kind)
+            raise AssertionError(f"{kind} has a module of its own, which cuts it")

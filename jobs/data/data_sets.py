@@ -22,12 +22,11 @@ from braid.jobs.data.corpus import MissingSourcesError
 from braid.jobs.data.executors import Executor
 from braid.jobs.data.identity import DataRequest
 from braid.jobs.data.prepare import Preparation, Prepared, prepare
+from braid.jobs.output import listed
 from braid.jobs.training.remarks import on_data, on_template
 
 RECORD = "data.json"
 """File in a run's directory that names the data set's folder and the identity of its tokens."""
-_NAMED = 3
-"""Most files that a message names."""
 
 Show = Callable[[Prepared | Preparation | Incident], None]
 
@@ -141,43 +140,26 @@ def _prepared(
         what = str(missing).partition(";")[0]
         warn(f"{what}; the run has the tokens that were made before, in {known.output}")
         return known
-    output, others = config.data.directory, iter(list[Prepared]())
     if known is not None and resume:
-        output = known.output
-        if not request.fits(known.index, executor):
-            there = f"the run goes on with the tokens that it began with, in {output}"
+        if request.digest != known.index.request:
+            there = f"the run goes on with the tokens that it began with, in {known.output}"
             warn(f"data.files changed ({_changed(request, known)}); {there}")
-            return known
-    elif output is None:
-        output = config.runs / "data" / request.digest[:16]
-        others = _whole([output, *_folders(output.parent)])
-    elif not renew:
-        others = _whole([output])
-    before: Prepared | None = None
-    paths = {source.path for source in request.sources}
-    for other in others:
-        if request.fits(other.index, executor):  # it was made of the same files, or of copies
-            return prepare(request, other.output, executor, show)
-        shared = paths & {path for path, *_ in other.index.sources}
-        if config.data.directory is not None or (shared and request.suits(other.index)):
-            before = other
-    if before is not None:
-        changed = _changed(request, before)
-        if config.data.directory is not None:  # a run may be training on them
+        return known
+    output = config.data.directory
+    for before in _whole([output]) if output is not None and not renew else ():
+        if request.digest != before.index.request:  # a run may be training on these tokens
+            changed = _changed(request, before)
             why = f"data.files changed since ({changed})" if changed else "with other settings in data"
             raise ValueError(
                 f"data.directory={str(output)!r} holds tokens that were made before: {why}; replace them "
                 f"with `braid prepare`, or name another data.directory"
             )
-        warn(f"data.files changed ({changed}); tokens of before stay in {before.output}")
-    return prepare(request, output, executor, show)
+    return prepare(request, output or config.runs / "data" / request.digest[:16], executor, show)
 
 
 def _changed(request: DataRequest, data_set: Prepared) -> str:
     """Return the names of files that have changed since a data set was made."""
-    paths = request.changed(data_set.index)
-    more = f" and {len(paths) - _NAMED} more" if len(paths) > _NAMED else ""
-    return ", ".join(paths[:_NAMED]) + more
+    return listed(request.changed(data_set.index), most=3)
 
 
 def _known(config: Config, name: str) -> Prepared | None:

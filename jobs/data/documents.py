@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, assert_never
+from typing import Any
 
 from braid.actors.config import DataConfig
 from braid.jobs.data.chat import Conversation
@@ -57,37 +57,25 @@ def read_documents(part: FileRange, data: DataConfig) -> Iterator[str | None]:
             yield from hub_documents(part, data)
         case "megatron":
             raise AssertionError("its documents are tokens already")
-        case _:
-            assert_never(part.format)
 
 
 def read_conversations(part: FileRange, data: DataConfig) -> Iterator[Conversation | None]:
     """Yield the conversations of one range in order; None for a conversation that is left out because it is
-    not UTF-8.
-
-    Raise `ValueError`, which names the file and the place in it, for bad content.
-    """
-    entries = _rows_of_messages(part, data) if part.format == "parquet" else _lines_of_messages(part, data)
-    for entry, place in entries:
-        yield None if entry is None else _conversation(entry, place)
-
-
-def _lines_of_messages(part: FileRange, data: DataConfig) -> Iterator[tuple[Any, Callable[[], str]]]:
+    not UTF-8."""
+    if part.format == "parquet":
+        for row, values in _rows(part, MESSAGES, TOOLS, chat=True):
+            try:
+                content = {name: value.as_py() for name, value in values.items()}
+            except UnicodeDecodeError:
+                raise ValueError(f"{KEY}: {part.path!r} has text that is not UTF-8; convert it") from None
+            yield _conversation(content, row.__str__)
+        return
     for line, offset in _lines(part, data):
         place = partial(_line, part.path, offset)
         entry = None if line is None else _entry_of_line(line, part.path, offset, NO_MESSAGES)
         if entry is not None and "\\u" in (line or ""):
             entry = _without_surrogates(entry, place, data)
-        yield entry, place
-
-
-def _rows_of_messages(part: FileRange, data: DataConfig) -> Iterator[tuple[Any, Callable[[], str]]]:
-    for row, entry in _rows(part, MESSAGES, TOOLS, chat=True):
-        try:
-            content = {name: value.as_py() for name, value in entry.items()}
-        except UnicodeDecodeError:
-            raise ValueError(f"{KEY}: {part.path!r} has text that is not UTF-8; convert it") from None
-        yield content, row.__str__
+        yield None if entry is None else _conversation(entry, place)
 
 
 def _conversation(entry: Mapping[str, Any], place: Callable[[], str]) -> Conversation:

@@ -1,4 +1,5 @@
-"""Reads data sets of the Hugging Face Hub, and folders, through the library `datasets` (``data.hub``).
+"""Reads data sets of the Hugging Face Hub, and folders, through the library `datasets` (``data.hub``); gets
+tokenizers and weights that a configuration names.
 
 A data set is identified by its files and their versions, on the Hub by the commit. All tasks of a preparation
 read the commit that was found at its beginning.
@@ -9,11 +10,14 @@ import hashlib
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from braid.actors.config import ConfigError, DataConfig
+from braid.actors.config import Config, ConfigError, DataConfig
 from braid.actors.config.data import HubConfig
+from braid.actors.config.paths import is_hub_name
 from braid.jobs.data.corpus import FileRange, MissingSourcesError, Source, WorkItem
+from braid.jobs.data.tokenizer import BESIDE, TOKENIZER_FILE, TOKENIZER_PARTS
+from braid.jobs.output import first_line
 
 KEY = "data.hub"
 _ITEMS = 256
@@ -22,12 +26,14 @@ _ROWS = (1_000, 100_000)
 _ROWS_AT_ONCE = 256
 _ANSWER_SECONDS = 5.0
 """Seconds to wait for the Hub's first answer."""
+_TOKENIZER: Final = (TOKENIZER_FILE, *BESIDE, *TOKENIZER_PARTS)
+_WEIGHTS: Final = (*_TOKENIZER, "model*.safetensors", "model.safetensors.index.json")
+"""Patterns of the files to fetch: numbers and text, never pickles or code."""
 
 
 def hub_source(hub: HubConfig) -> Source:
     """Look a data set up and return it as a source, whose path has the commit and whose time is a number for
-    the versions of all files. Raise `ConfigError` if the library is missing, and `MissingSourcesError` or
-    `ValueError` if the library does not find the data set or the split."""
+    the versions of all files."""
     if not _is_folder(hub) and Path(hub.id).is_dir():
         raise ConfigError(f"{KEY}.id={hub.id!r} is also a folder here; write ./{hub.id} for the folder")
     if _is_folder(hub) and not Path(hub.id).is_dir():
@@ -60,8 +66,7 @@ def hub_source(hub: HubConfig) -> Source:
 
 
 def hub_items(hub: HubConfig, source: Source) -> tuple[WorkItem, ...]:
-    """Cut a data set into items: ranges of its files if it is streamed, else of rows. Raise `ValueError` if
-    it cannot be read, or lacks the column."""
+    """Cut a data set into items: ranges of its files if it is streamed, else of rows."""
     rows = _rows(hub, source.path)
     with _told(f"{KEY}: {hub.id!r} cannot be read", "see to the access, or take another data set"):
         columns = rows.column_names or list(next(iter(rows), {}))
@@ -147,5 +152,36 @@ def _told(what: str, remedy: str, kind: type[ValueError] = ConfigError) -> Itera
     except ConfigError:
         raise
     except Exception as fault:  # the library, and file systems behind it, raise what they like
-        said = next(iter(str(fault.__cause__ or fault).strip().splitlines()), type(fault).__name__)
-        raise kind(f"{what} ({said.rstrip('.')}); {remedy}") from None
+        raise kind(f"{what} ({first_line(fault.__cause__ or fault).rstrip('.')}); {remedy}") from None
+
+
+# Tokenizers and weights by their names on the Hub.
+
+
+def with_hub_files(config: Config) -> Config:
+    """Return a copy in which ``data.tokenizer`` and ``model.initial`` are paths, after fetching the
+    repositories that they name. Raise `ConfigError` if a repository cannot be fetched."""
+    initial, tokenizer = config.model.initial, config.data.tokenizer
+    if initial is not None and is_hub_name("model.initial", str(initial)):
+        config = config.changed(model={"initial": _fetched("model.initial", str(initial), _WEIGHTS)})
+    if tokenizer is not None and is_hub_name("data.tokenizer", tokenizer):
+        config = config.changed(data={"tokenizer": str(_fetched("data.tokenizer", tokenizer, _TOKENIZER))})
+    return config
+
+
+def _fetched(key: str, name: str, patterns: tuple[str, ...]) -> Path:
+    """Return the folder of a repository's files that match ``patterns``, without those in subfolders."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.utils import disable_progress_bars
+
+    disable_progress_bars()
+    try:
+        return Path(snapshot_download(name, allow_patterns=[*patterns], ignore_patterns=["*/*"]))
+    except RepositoryNotFoundError:  # also of one that only some may read
+        why = "there is none that you may read: correct the name, or ask its owner, then `hf auth login`"
+    except LocalEntryNotFoundError:
+        why = "the Hub does not answer, and no copy is here: see to the network, or give a path"
+    except Exception as error:  # of a name that cannot be one, or those of several HTTP clients
+        why = f"it cannot be fetched: {error}".splitlines()[0]
+    raise ConfigError(f"{key}={name!r} is no path here, and as a name on the Hugging Face Hub: {why}")

@@ -90,8 +90,7 @@ def _broken(path: str, why: str) -> ValueError:
 
 
 def megatron_items(sources: Sequence[Source]) -> tuple[WorkItem, ...]:
-    """Cut pairs of files between documents into items of roughly equal size; raise `ValueError` for a pair
-    that is damaged, or not whole."""
+    """Cut pairs of files between documents into items of roughly equal size."""
     target, paths = item_bytes(sources), {source.path for source in sources}
     ranges = []
     for path in sorted(paths):
@@ -112,10 +111,7 @@ def megatron_items(sources: Sequence[Source]) -> tuple[WorkItem, ...]:
 
 def read_tokens(part: FileRange, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
     """Yield the token ids of the documents of one range in order; a document that does not end with the
-    tokenizer's end token gets one, an empty document stays empty.
-
-    Raise `ValueError` for ids that the tokenizer does not have.
-    """
+    tokenizer's end token gets one, an empty document stays empty."""
     pair, end = _opened(part.path, os.stat(part.path).st_mtime_ns), tokenizer.end_of_document
     for number in range(part.start, part.stop):
         ids = pair.document(number)

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -46,6 +47,11 @@ logger = logging.getLogger(__name__)
 _OUR_FILES = re.compile(
     rf"({TRAIN}|{VALIDATION})-\d{{5,}}\.(bin|marks|counts)|\.?{re.escape(INDEX_FILE)}(\.partial-\d+)?"
 )
+_COUNTED = (
+    *("documents_skipped", "documents_empty", "documents_long", "documents_silent"),
+    *("characters", "characters_lost", "tokens_unknown", "tokens_padded"),
+)
+"""Fields of `DataIndex` that tasks count."""
 _TOKENS_AT_ONCE = 1 << 20
 _ROUNDED = 0.01
 """Share of the text's bytes that may be miscounted, as tokenizers add or drop a space here and there."""
@@ -89,15 +95,14 @@ def prepare(
     item. It is safe to call this from many processes at once: one prepares, the others wait and find the
     result. Documents are assigned to validation by a hash of their text: the same text is always in the same
     split, whatever else the corpus holds. Only if a split would be empty, the document with the nearest hash
-    moves to it; of a corpus of one document, the tail becomes validation. Raise `ValueError`, which names the
-    key, the value and the remedy.
+    moves to it; of a corpus of one document, the tail becomes validation.
     """
     output = output.resolve()
     # first without the lock, for data sets on a file system that is read-only here
-    if found := _fitting(request, output, executor):
+    if found := _fitting(request, output):
         return found
     with _locked(output):
-        if found := _fitting(request, output, executor):
+        if found := _fitting(request, output):
             return found
         there = [path.name for path in output.iterdir()] if output.is_dir() else ["itself"] * output.exists()
         if foreign := next((name for name in there if not _OUR_FILES.fullmatch(name)), ""):
@@ -110,7 +115,7 @@ def prepare(
         try:
             folder.mkdir()
             results = _tokenised(request, folder, items, executor, progress)
-            index = _assemble(request, folder, results, request.contents(executor))
+            index = _assemble(request, folder, results)
             _publish(folder, output)
         except OSError as fault:
             raise ValueError(
@@ -122,19 +127,13 @@ def prepare(
         return Prepared(output, index, reused=False)
 
 
-def _fitting(request: DataRequest, output: Path, executor: Executor) -> Prepared | None:
+def _fitting(request: DataRequest, output: Path) -> Prepared | None:
     """Return the data set in ``output`` if it is complete and was made from ``request``, else None."""
     try:
         index = read_index(output)
     except (ValueError, UnreadableError):
         return None
-    if not request.fits(index, executor):
-        return None
-    if index.request != request.digest:  # copies: not to be read again the next time
-        index = replace(index, request=request.digest, sources=request.facts)
-        with contextlib.suppress(OSError):  # the data set may not be this user's to write
-            write_durably(output / INDEX_FILE, index.to_json())
-    return Prepared(output, index)
+    return Prepared(output, index) if index.request == request.digest else None
 
 
 def _tokenised(
@@ -144,14 +143,14 @@ def _tokenised(
     fraction, tokenizer = request.data.validation_fraction, request.tokenizer
     one_text = [source.format for source in request.sources] == ["text"]
     split = Split(tail=fraction) if one_text else Split(threshold=int(fraction * 2**64))
-    rows = request.rows
-    task = Tokenisation(folder, request.data, tokenizer.name, tokenizer.fingerprint, rows, split)
+    rows, template = request.row_tokens, request.template
+    task = Tokenisation(folder, request.data, tokenizer.name, tokenizer.fingerprint, rows, template, split)
     results = _run(executor, task, items, progress)
     counts = _counts(results)
-    if not counts["documents"] and rows is not None and (long := counts["documents_long"]):
+    if not counts["documents"] and (long := counts["documents_long"]):
         raise ValueError(
             f"model.sequence: all {long} conversations of data.files with an answer are longer than the "
-            f"{rows.tokens} tokens of a row; raise model.sequence"
+            f"{rows} tokens of a row; raise model.sequence"
         )
     if not counts["documents"] and (silent := counts["documents_silent"]):
         raise ValueError(
@@ -192,9 +191,7 @@ def _counts(results: Sequence[ItemResult]) -> Counter[str]:
     return sum((result.counts for result in results), Counter())
 
 
-def _assemble(
-    request: DataRequest, folder: Path, results: Sequence[ItemResult], contents: tuple[str, ...]
-) -> DataIndex:
+def _assemble(request: DataRequest, folder: Path, results: Sequence[ItemResult]) -> DataIndex:
     """Name the shards in the order of the input, and write the index."""
     splits: dict[str, tuple[TokenShard, ...]] = {}
     for split in (TRAIN, VALIDATION):
@@ -202,9 +199,10 @@ def _assemble(
         splits[split] = tuple(replace(s, file=f"{split}-{number:05d}.bin") for number, s in enumerate(shards))
         for shard, named in zip(shards, splits[split], strict=True):
             (folder / shard.file).rename(folder / named.file)
-            for ending in ("marks", "counts") if request.rows is not None else ():
+            for ending in ("marks", "counts") if request.row_tokens else ():
                 (folder / shard.beside(ending)).rename(folder / named.beside(ending))
-    counts, tokenizer = _counts(results), request.tokenizer
+    tokenizer, totals = request.tokenizer, _counts(results)
+    counted: dict[str, Any] = {name: totals[name] for name in _COUNTED}
     index = DataIndex(
         tokenizer=tokenizer.name,
         tokenizer_fingerprint=tokenizer.fingerprint,
@@ -215,17 +213,9 @@ def _assemble(
         splits=splits,
         request=request.digest,
         parameters=request.parameters,
-        sources=request.facts,
-        contents=contents,
-        documents_skipped=counts["documents_skipped"],
-        documents_empty=counts["documents_empty"],
-        characters=counts["characters"],
-        characters_lost=counts["characters_lost"],
-        tokens_unknown=counts["tokens_unknown"],
-        row_tokens=request.rows.tokens if request.rows else 0,
-        tokens_padded=counts["tokens_padded"],
-        documents_long=counts["documents_long"],
-        documents_silent=counts["documents_silent"],
+        sources=tuple(source.facts for source in request.sources),
+        row_tokens=request.row_tokens,
+        **counted,
     )
     tokens = sum(index.tokens(split) for split in splits)
     for count, total, what in (
@@ -259,9 +249,6 @@ def _covers(token_bytes: Sequence[int], folder: Path, index: DataIndex) -> bool:
     text = sum(shard.bytes_of_text for shard in shards)
     repeated = 1 / index.row_tokens if index.row_tokens else 0.0  # rows of one document share a token
     return bool(abs(counts @ np.array(token_bytes) - text) <= (_ROUNDED + repeated) * text)
-
-
-# The output folder.
 
 
 def _publish(folder: Path, output: Path) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -18,11 +17,10 @@ import numpy as np
 from braid.actors.config import DataConfig
 from braid.actors.stage.data.token_files import TOKEN_DTYPES, TRAIN, VALIDATION, TokenShard
 from braid.jobs.data.chat import ChatTemplate, encode
-from braid.jobs.data.corpus import WorkItem
+from braid.jobs.data.corpus import FileRange, WorkItem
 from braid.jobs.data.documents import read_conversations, read_documents
 from braid.jobs.data.megatron import read_tokens, token_hash
-from braid.jobs.data.packing import RowPacking, RowWriter
-from braid.jobs.data.shards import ShardWriter
+from braid.jobs.data.shards import RowWriter, ShardWriter
 from braid.jobs.data.tokenizer import Tokenizer, load_tokenizer
 
 D = TypeVar("D", str, np.ndarray)
@@ -65,39 +63,40 @@ class Tokenisation:
     tokenizer_name: str
     fingerprint: str
     """Of the tokenizer when the preparation began."""
-    rows: RowPacking | None
-    """None: the documents become a stream."""
+    row_tokens: int
+    """0: the documents become a stream."""
+    template: ChatTemplate | None
     split: Split
 
     def __call__(self, item: WorkItem) -> ItemResult:
         """Process one work item. Raise `ValueError` for a bad document."""
         tokenizer = _tokenizer(self.tokenizer_name, self.data.end_token, self.fingerprint)
-        dtype, rows = TOKEN_DTYPES[dtype_of(tokenizer)], self.rows
+        dtype, end = TOKEN_DTYPES[dtype_of(tokenizer)], tokenizer.end_of_document
         counts, lowest, highest = Counter[str](), 2**64, -1
         writers: dict[str, Any] = {}
         with ExitStack() as stack:
             for name in (TRAIN, VALIDATION):
-                writer = ShardWriter(self.folder, name, item.number, dtype)
-                packed = rows and RowWriter(writer, rows.tokens, tokenizer.end_of_document, counts)
-                writers[name] = stack.enter_context(closing(packed or writer))
+                writer: Any = ShardWriter(self.folder, name, item.number, dtype)
+                if self.row_tokens:
+                    writer = RowWriter(writer, self.row_tokens, end, counts)
+                writers[name] = stack.enter_context(closing(writer))
+            write = self._write_texts
             if self.data.format == "megatron":
-                numbers = self._copied(tokenizer, item, counts, writers)
-            elif rows is not None and rows.template is not None:
-                numbers = self._conversations(tokenizer, rows.tokens, rows.template, item, counts, writers)
-            else:
-                numbers = self._texts(tokenizer, item, counts, writers)
-            for number in numbers:
-                counts["documents"] += 1
-                lowest, highest = min(lowest, number), max(highest, number)
+                write = self._copy_tokens
+            elif self.template is not None:
+                write = self._write_conversations
+            for part in item.ranges:
+                for number in write(part, tokenizer, counts, writers):
+                    counts["documents"] += 1
+                    lowest, highest = min(lowest, number), max(highest, number)
         shards = {name: writer.shards for name, writer in writers.items()}
         return ItemResult(item.number, shards, counts, lowest, highest)
 
-    def _texts(
-        self, tokenizer: Tokenizer, item: WorkItem, counts: Counter[str], writers: Mapping[str, Any]
+    def _write_texts(
+        self, part: FileRange, tokenizer: Tokenizer, counts: Counter[str], writers: Mapping[str, Any]
     ) -> Iterator[int]:
-        """Write every text of a work item; yield their hashes."""
         end = np.array([tokenizer.end_of_document])
-        for document in chain.from_iterable(read_documents(part, self.data) for part in item.ranges):
+        for document in read_documents(part, self.data):
             if not document or document.isspace():
                 counts["documents_skipped" if document is None else "documents_empty"] += 1
                 continue
@@ -113,42 +112,37 @@ class Tokenisation:
                 if ends:
                     writers[name].write(end, documents=1)
 
-    def _copied(
-        self, tokenizer: Tokenizer, item: WorkItem, counts: Counter[str], writers: Mapping[str, Any]
+    def _copy_tokens(
+        self, part: FileRange, tokenizer: Tokenizer, counts: Counter[str], writers: Mapping[str, Any]
     ) -> Iterator[int]:
-        """Write every document of a work item of Megatron's files; yield the hashes of their tokens."""
-        for ids in chain.from_iterable(read_tokens(part, tokenizer) for part in item.ranges):
+        for ids in read_tokens(part, tokenizer):
             if not len(ids):
                 counts["documents_empty"] += 1
                 continue
             number = token_hash(ids)
             yield number
-            for name, part, ends in _split_document(self.split, ids, number):
-                writers[name].write(part, documents=int(ends))
+            for name, tokens, ends in _split_document(self.split, ids, number):
+                writers[name].write(tokens, documents=int(ends))
 
-    def _conversations(
-        self,
-        tokenizer: Tokenizer,
-        row_tokens: int,
-        template: ChatTemplate,
-        item: WorkItem,
-        counts: Counter[str],
-        writers: Mapping[str, Any],
+    def _write_conversations(
+        self, part: FileRange, tokenizer: Tokenizer, counts: Counter[str], writers: Mapping[str, Any]
     ) -> Iterator[int]:
-        """Write every conversation of a work item, but for conversations that are longer than a row, or have
-        no token that counts; yield the hashes of their texts."""
-        for conversation in chain.from_iterable(read_conversations(part, self.data) for part in item.ranges):
+        """Write every conversation of a range, but for conversations that are longer than a row, or have no
+        token that counts; yield the hashes of their texts."""
+        assert self.template is not None
+        for conversation in read_conversations(part, self.data):
             if conversation is None:
                 counts["documents_skipped"] += 1
                 continue
-            rendered = template.render(conversation)
-            encoded, counted = encode(tokenizer, rendered)
-            if len(encoded.ids) > row_tokens or not counted[1:].any():
-                counts["documents_long" if len(encoded.ids) > row_tokens else "documents_silent"] += 1
+            text, answers = self.template.render(conversation)
+            encoded, counted = encode(tokenizer, (text, answers))
+            long = len(encoded.ids) > self.row_tokens
+            if long or not counted[1:].any():
+                counts["documents_long" if long else "documents_silent"] += 1
                 continue
-            counts["characters"] += len(rendered.text)
+            counts["characters"] += len(text)
             counts["tokens_unknown"] += encoded.unknown
-            number = document_hash(rendered.text)
+            number = document_hash(text)
             yield number
             name = VALIDATION if number < self.split.threshold else TRAIN
             writers[name].write(encoded.ids, documents=1, counted=counted)

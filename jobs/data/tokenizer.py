@@ -11,7 +11,8 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cached_property
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,6 +20,7 @@ import numpy as np
 
 from braid.actors.config import Config, ConfigError
 from braid.actors.config.paths import BYTES
+from braid.jobs.output import listed
 
 KEY: Final = "data.end_token"
 TOKENIZER_FILE: Final = "tokenizer.json"
@@ -41,8 +43,6 @@ _NAMES: Final = (
     "<|eos|>",
     "<｜end▁of▁sentence｜>",  # noqa: RUF001 - DeepSeek's
 )
-_NAMED: Final = 12
-"""Most candidates that a message names."""
 _RULES: Final = "2: text makes no special token"
 """Version of the rules by which ids are derived from the library's output; part of a tokenizer's
 fingerprint."""
@@ -59,54 +59,12 @@ class Encoded:
     """Number of tokens that only mark something unknown."""
 
 
-class BytesTokenizer:
-    """Tokenizer whose ids 0 ... 255 are the bytes of the text's UTF-8; 256 ends a document."""
-
-    name = BYTES
-    fingerprint = hashlib.sha256(b"braid bytes tokenizer 1").hexdigest()
-    vocabulary = 257
-    end_of_document = 256
-    token_bytes = (*[1] * 256, 0)
-    end_token = "<|endoftext|>"
-
-    def encode(self, text: str) -> Encoded:
-        return Encoded(np.frombuffer(text.encode(), dtype=np.uint8))
-
-    special = frozenset((256,))
-    """Ids of the special tokens."""
-
-    def encode_rendered(self, text: str) -> tuple[Encoded, np.ndarray]:
-        """Encode text in which the end token's name is the token; see `HuggingFaceTokenizer`."""
-        ids, spans, start = list[int](), list[tuple[int, int]](), 0
-        for piece in re.split(f"({re.escape(self.end_token)})", text):
-            if piece == self.end_token:
-                ids.append(self.end_of_document)
-                spans.append((start, start + len(piece)))
-            else:
-                for place, letter in enumerate(piece, start):
-                    content = letter.encode()
-                    ids += content
-                    spans += [(place, place + 1)] * len(content)
-            start += len(piece)
-        return Encoded(np.array(ids, np.int64)), np.array(spans, np.int64).reshape(-1, 2)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids; bytes that are no UTF-8 become U+FFFD."""
-        ends = (len(ids), *(n for n, id in enumerate(ids) if id == self.end_of_document))
-        begin, text = 0, ""
-        for end in sorted(ends):
-            text += bytes(ids[begin:end]).decode(errors="replace") + self.end_token * (end < len(ids))
-            begin = end + 1
-        return text
-
-
-class HuggingFaceTokenizer:
+class Tokenizer:
     """A tokenizer from `tokenizer.json`; its own special tokens, padding and truncation are switched off.
 
     ``end`` names the token that ends documents; by default the files beside ``path`` name it. Ids are below
     ``vocabulary``. Text that spells a special token is encoded as plain text, so that it never becomes
-    ``end_of_document``, the id of ``end_token``. Raise `ValueError` if the file cannot be read or is no
-    tokenizer, or its end token is not known.
+    ``end_of_document``, the id of ``end_token``.
     """
 
     def __init__(self, path: Path, end: str | None = None) -> None:
@@ -120,16 +78,16 @@ class HuggingFaceTokenizer:
                 "of a tokenizer.json, or a name on the Hub as org/name"
             ) from None
         try:
-            self._backend = Backend.from_buffer(content)
+            self.backend: Any = Backend.from_buffer(content)
         except Exception as fault:  # the library raises bare Exceptions
             raise ValueError(
                 f"data.tokenizer: {str(path)!r} is not a Hugging Face tokenizer.json ({fault}); save one "
                 f"with `tokenizer.save(path)`, or give {BYTES!r}"
             ) from None
-        ids = self._backend.get_vocab(with_added_tokens=True)
+        ids = self.backend.get_vocab(with_added_tokens=True)
         if not ids:
             raise ValueError(f"data.tokenizer: {str(path)!r} has an empty vocabulary; train it first")
-        added = self._backend.get_added_tokens_decoder().values()
+        added = self.backend.get_added_tokens_decoder().values()
         marked = [token.content for token in added if token.special]
         self.name = str(path)
         self.end_token = _end_token(path, ids, marked, end)
@@ -148,17 +106,17 @@ class HuggingFaceTokenizer:
         self._lost: dict[str, bool] = {}
         rules = f"{_RULES} {self.end_of_document} {forbidden} ".encode()
         self.fingerprint = hashlib.sha256(rules + content).hexdigest()
-        self._backend.no_padding()
-        self._backend.no_truncation()
-        self._backend.add_special_tokens([self.end_token])  # it may have been added as a normal token
-        self._backend.encode_special_tokens = True
+        self.backend.no_padding()
+        self.backend.no_truncation()
+        self.backend.add_special_tokens([self.end_token])  # it may have been added as a normal token
+        self.backend.encode_special_tokens = True
 
     @property
     def token_bytes(self) -> tuple[int, ...]:
         """Number of UTF-8 bytes of text for every id below ``vocabulary``, 0 for special tokens."""
-        content = json.loads(self._backend.to_str())
+        content = json.loads(self.backend.to_str())
         counts = [0] * self.vocabulary
-        pieces = self._backend.get_vocab(with_added_tokens=False)
+        pieces = self.backend.get_vocab(with_added_tokens=False)
         parts = [content[part] for part in ("normalizer", "pre_tokenizer", "decoder")]
         if '"ByteLevel"' in json.dumps(parts):
             for piece, id in pieces.items():
@@ -174,7 +132,7 @@ class HuggingFaceTokenizer:
         return tuple(counts)
 
     def _bytes_of(self, ids: list[int]) -> int:
-        return len(self._backend.decode(ids, skip_special_tokens=False).encode())
+        return len(self.backend.decode(ids, skip_special_tokens=False).encode())
 
     def encode(self, text: str) -> Encoded:
         """Encode ``text`` without producing any special token."""
@@ -192,22 +150,21 @@ class HuggingFaceTokenizer:
 
         Return also the begin and end of every token in the text, in characters: [N, 2].
         """
-        self._backend.encode_special_tokens = False
+        self.backend.encode_special_tokens = False
         try:
-            (encoding,) = self._backend.encode_batch([text], add_special_tokens=False)
+            (encoding,) = self.backend.encode_batch([text], add_special_tokens=False)
         finally:
-            self._backend.encode_special_tokens = True
+            self.backend.encode_special_tokens = True
         ids = np.array(encoding.ids, np.int64)
         spans = np.array(encoding.offsets, np.int64).reshape(-1, 2)
         return Encoded(ids, unknown=int(np.count_nonzero(ids == self._unknown))), spans
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids, with the names of special tokens."""
-        return str(self._backend.decode(list(ids), skip_special_tokens=False))
+        return str(self.backend.decode(list(ids), skip_special_tokens=False))
 
     def _ids(self, texts: list[str]) -> np.ndarray:
         # this call computes no offsets, and uses no threads for one text
-        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+        encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
         return np.concatenate([np.array(encoding.ids, dtype=np.uint32) for encoding in encodings])
 
     def _is_lost(self, letter: str) -> bool:
@@ -220,7 +177,7 @@ class HuggingFaceTokenizer:
 
     def _cut(self, text: str) -> list[str]:
         """Cut a text into parts, none of which yields a special token of several characters."""
-        (encoding,) = self._backend.encode_batch([text], add_special_tokens=False)
+        (encoding,) = self.backend.encode_batch([text], add_special_tokens=False)
         made = np.isin(np.array(encoding.ids), self._special).tolist()
         spans = [span for span, special in zip(encoding.offsets, made, strict=True) if special]
         inside = sorted({(start + stop) // 2 for start, stop in spans if stop - start > 1})
@@ -230,14 +187,43 @@ class HuggingFaceTokenizer:
         return [part for start, stop in edges for part in self._cut(text[start:stop])]
 
 
-Tokenizer = BytesTokenizer | HuggingFaceTokenizer
+class BytesTokenizer(Tokenizer):
+    """Tokenizer whose ids 0 ... 255 are the bytes of the text's UTF-8; 256 ends a document."""
+
+    name = BYTES
+    fingerprint = hashlib.sha256(b"braid bytes tokenizer 1").hexdigest()
+    vocabulary = 257
+    end_of_document = 256
+    special = frozenset((256,))
+    token_bytes = (*[1] * 256, 0)
+    end_token = "<|endoftext|>"
+    _unknown = -1
+
+    def __init__(self) -> None:
+        pass
+
+    @cached_property
+    def backend(self) -> Any:
+        """The same tokenizer of the library, which encodes plain text more slowly."""
+        from tokenizers import AddedToken, decoders, models, pre_tokenizers
+        from tokenizers import Tokenizer as Backend
+
+        # the letter for each byte: printable bytes keep their own character
+        printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+        others = count(256)
+        letters = {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
+        backend: Any = Backend(models.BPE(letters, []))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = decoders.ByteLevel()
+        backend.add_special_tokens([AddedToken(self.end_token, special=True)])
+        return backend
+
+    def encode(self, text: str) -> Encoded:
+        return Encoded(np.frombuffer(text.encode(), dtype=np.uint8))
 
 
 def load_tokenizer(name: str, end: str | None = None) -> Tokenizer:
-    """Load 'bytes', or the tokenizer.json at a path or in that folder; ``end``: see `HuggingFaceTokenizer`.
-
-    Raise `ValueError` if there is no tokenizer.
-    """
+    """Load 'bytes', or the tokenizer.json at a path or in that folder; ``end``: see `Tokenizer`."""
     if name == BYTES:
         if end is not None:
             raise ValueError(
@@ -246,12 +232,11 @@ def load_tokenizer(name: str, end: str | None = None) -> Tokenizer:
             )
         return BytesTokenizer()
     path = Path(name).absolute()
-    return HuggingFaceTokenizer(path / TOKENIZER_FILE if path.is_dir() else path, end)
+    return Tokenizer(path / TOKENIZER_FILE if path.is_dir() else path, end)
 
 
 def tokenizer_of(config: Config) -> Tokenizer:
-    """Load the tokenizer that a configuration names, or that of its ``model.initial``. Raise `ValueError` if
-    there is none."""
+    """Load the tokenizer that a configuration names, or that of its ``model.initial``."""
     initial = config.model.initial
     if config.data.tokenizer is None and initial is not None:
         config.shape(0)  # errors in the weights are reported first
@@ -271,16 +256,15 @@ def _end_token(path: Path, ids: Mapping[str, int], special: list[str], wanted: s
     """Return the name of the token that ends documents in the tokenizer at ``path``.
 
     ``ids``: all tokens by name; ``special``: names of tokens marked as special; ``wanted``: the
-    configuration's choice. Raise `ValueError`, which names candidates, if no token is named, or the named one
-    is unknown.
+    configuration's choice.
     """
     names = {number: name for name, number in ids.items()}
-    told: list[tuple[Any, str]] = [(wanted, "the configuration")] if wanted is not None else []
-    for file in BESIDE if wanted is None else ():
-        if len(ends := _ends(content_of(path.parent / file), names)) == 1:
-            told.append((ends[0], str(path.parent / file)))
-    if told:
-        token, origin = told[0]
+    token, origin = wanted, "the configuration"
+    for file in BESIDE:
+        ends = _ends(content_of(path.parent / file), names) if token is None else []
+        if len(ends) == 1:
+            token, origin = ends[0], str(path.parent / file)
+    if token is not None:
         if token in ids:
             return str(token)
         why, choices = f"{origin} names {token!r}, which is no token of {str(path)!r}", special
@@ -289,7 +273,10 @@ def _end_token(path: Path, ids: Mapping[str, int], special: list[str], wanted: s
         if len(choices) == 1:
             return choices[0]
         why, choices = f"no file beside {str(path)!r} says which token ends a document", choices or special
-    raise ValueError(f"{KEY}: {why}; set it to one, such as {_listed([n for n in choices if n in ids])}")
+    such = listed([repr(name) for name in choices if name in ids]) or (
+        "'<|endoftext|>' after adding it with `tokenizer.add_special_tokens(['<|endoftext|>'])`"
+    )
+    raise ValueError(f"{KEY}: {why}; set it to one, such as {such}")
 
 
 def special_names(folder: Path) -> dict[str, str]:
@@ -321,9 +308,3 @@ def content_of(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def _listed(names: list[str]) -> str:
-    if not names:
-        return "'<|endoftext|>' after adding it with `tokenizer.add_special_tokens(['<|endoftext|>'])`"
-    return ", ".join(map(repr, names[:_NAMED])) + (", ..." if len(names) > _NAMED else "")

@@ -5,10 +5,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from braid.jobs.output import ExitCode, answer
 from braid.jobs.usage import AsJson, ConfigFile, Launcher, Overrides, read_config
-from braid.scheduling.text.json_text import json_text
-
-_FAILED = 1
 
 
 def drill(
@@ -60,10 +58,7 @@ def drill(
         report = made.run()
     except DrillError as error:
         console.print(f"[red]the drill failed:[/red] {error}", highlight=False, soft_wrap=True)
-        raise typer.Exit(_FAILED) from None
-    if as_json:
-        typer.echo(json_text(report.as_json()))
-    else:
-        show(console, report)
+        raise typer.Exit(ExitCode.FAILURE) from None
+    answer(as_json, report.as_json, lambda: show(console, report))
     if not report.passed:
-        raise typer.Exit(_FAILED)
+        raise typer.Exit(ExitCode.FAILURE)

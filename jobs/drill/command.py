@@ -6,10 +6,14 @@ the arguments of `braid.jobs.training.train.training`: also faults, and the emul
 
 import contextlib
 import json
+import os
 import pickle
+import resource
+import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -117,6 +121,41 @@ class Command:
                 ranks = list(zip(cluster["addresses"], cluster["processes"], strict=True))
             return [int(process) for where, process in ranks if where == address]
         return []
+
+
+def census(*roots: int) -> dict[str, int]:
+    """Count processes with all their descendants, and their threads, open files and sockets, and resident
+    bytes; leave out a process that ends meanwhile."""
+    held = Counter(processes=0)
+    for process in family(*roots):
+        folder = Path(f"/proc/{process}")
+        with contextlib.suppress(OSError):
+            held["threads"] += len(list((folder / "task").iterdir()))
+            held["files"] += len(list((folder / "fd").iterdir()))
+            held["bytes"] += int((folder / "statm").read_text().split()[1]) * resource.getpagesize()
+            held["processes"] += 1
+    return dict(held)
+
+
+def family(*roots: int) -> list[int]:
+    """Return the ids of processes and all their descendants."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            state, parent = (path / "stat").read_text().rsplit(")", 1)[1].split()[:2]
+            if state != "Z":
+                children.setdefault(int(parent), []).append(int(path.name))
+    members = list(roots)
+    for process in members:
+        members += children.get(process, [])
+    return members
+
+
+def kill(*processes: int, signal_number: int = signal.SIGKILL) -> None:
+    """Send a signal to all of these processes that still exist."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal_number)
 
 
 if __name__ == "__main__":

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from braid.actors.config import ConfigError
-from braid.actors.controller.ranks.group import StoppedError
 from braid.actors.controller.ranks.parent import enter_namespace
 from braid.actors.controller.ranks.processes import ProcessPlace, separate_places
-from braid.jobs.drill.census import kill
+from braid.jobs.drill.command import kill
 from braid.jobs.training.stopping import StopSignals
 
 PACKET_BYTES, _LEAST_PACKET_BYTES, _PACKET_SECONDS = 250_000, 16_000, 0.004
@@ -128,7 +127,7 @@ def two_hosts() -> Iterator[Hosts]:
     first = Host(f"braid-{mark}-0", "10.77.0.1", halves[0].cpus)
     second = Host(f"braid-{mark}-1", "10.77.0.2", halves[1].cpus)
     hosts, devices = (first, second), (f"br{mark}a", f"br{mark}b")
-    with _terminates():
+    with StopSignals().heard():  # the first signal raises an error, so that hosts are removed
         try:
             for host in hosts:
                 _run("ip", "netns", "add", host.namespace)
@@ -193,14 +192,3 @@ def _run(*command: str) -> None:
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         raise ConfigError(f"{' '.join(command)}: {result.stderr.strip() or result.returncode}")
-
-
-@contextlib.contextmanager
-def _terminates() -> Iterator[None]:
-    """Turn the first signal that asks this process to end into `KeyboardInterrupt`, so that hosts are
-    removed."""
-    with StopSignals().heard():
-        try:
-            yield
-        except StoppedError:
-            raise KeyboardInterrupt from None

@@ -13,8 +13,7 @@ from braid.actors.config import Config, ConfigError
 from braid.actors.controller.ranks.elastic import best_degrees, degrees_of
 from braid.jobs.cluster.session import WORKERS, environment, own_token, session_folder
 from braid.jobs.data.tokenizer import tokenizer_of
-from braid.jobs.drill.census import family, kill
-from braid.jobs.drill.command import Command, DrillError
+from braid.jobs.drill.command import Command, DrillError, family, kill
 from braid.jobs.drill.plan import JOINS, KINDS, SLOW, PlannedFault
 from braid.jobs.drill.report import FaultOutcome
 
@@ -33,10 +32,7 @@ _SETTINGS = {
 
 def usable_nodes(config: Config) -> set[int]:
     """Return the numbers of nodes on which an elastic run has a rank on every node, and takes sums in the
-    same order: only the data-parallel degree differs from the configured layout.
-
-    Raise `ConfigError` if the run's elastic limits do not allow its own layout.
-    """
+    same order: only the data-parallel degree differs from the configured layout."""
     elastic, start = config.elastic, degrees_of(config)
     least, most = elastic.min_ranks or 1, elastic.max_ranks or start.ranks
     if not least <= start.ranks <= most:
@@ -66,19 +62,16 @@ class Nodes:
     def __init__(self, cluster: Any, count: int) -> None:
         """Start the head and ``count`` nodes."""
         self._cluster = cluster
-        self._nodes: list[Any] = []
+        self.nodes: list[Any] = []
         self._joined = 0
         self._add(num_cpus=0, include_dashboard=False)
         self.address = str(cluster.address)
         for _ in range(count):
             self.join()
 
-    def __len__(self) -> int:
-        return len(self._nodes)
-
     def at(self, place: float) -> Any:
         """Return the node selected by a random number in [0, 1)."""
-        return self._nodes[int(place * len(self))]
+        return self.nodes[int(place * len(self.nodes))]
 
     def alive(self, node: Any) -> bool:
         """Return whether Ray considers a node alive."""
@@ -88,26 +81,23 @@ class Nodes:
     def join(self) -> Any:
         """Start a node with its own address, and return it. Raise `DrillError` if it does not start."""
         self._joined += 1
-        self._nodes.append(self._add(num_cpus=1, node_ip_address=f"127.0.0.{1 + self._joined}"))
-        return self._nodes[-1]
+        self.nodes.append(self._add(num_cpus=1, node_ip_address=f"127.0.0.{1 + self._joined}"))
+        return self.nodes[-1]
 
     def lose(self, node: Any) -> None:
         """Kill everything that runs on a node, if anything still does, and remove it from the cluster."""
-        self._nodes.remove(node)
+        self.nodes.remove(node)
         kill(*family(*_processes(node)))
         self._cluster.remove_node(node, allow_graceful=False)
 
     def drain(self, node: Any) -> None:
         """Tell Ray that a node will be taken away; raise `DrillError` if Ray does not accept that."""
         import ray._raylet
-        import ray.core.generated.autoscaler_pb2
 
-        made: Any = ray._raylet, ray.core.generated.autoscaler_pb2  # compiled, generated: without types
-        raylet, messages = made
-        reason = messages.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
-        deadline_ms = int((time.time() + _DRAIN_S) * 1000)
+        raylet: Any = ray._raylet  # compiled, without types
+        preemption, deadline_ms = 2, int((time.time() + _DRAIN_S) * 1000)  # Ray's autoscaler.proto
         client = raylet.GcsClient(address=self.address)
-        accepted, _ = client.drain_node(node.node_id, reason, "a drill", deadline_ms)
+        accepted, _ = client.drain_node(node.node_id, preemption, "a drill", deadline_ms)
         if not accepted:
             raise DrillError("Ray does not drain the node")
 
@@ -141,9 +131,8 @@ def ray_nodes(count: int) -> Iterator[Nodes]:
         cluster = Cluster()
         stack.callback(cluster.shutdown)
         nodes = Nodes(cluster, count)
-        stack.callback(
-            lambda: kill(*family(*nodes.processes()))
-        )  # all at once, so that nothing writes any more
+        # all at once, so that nothing writes any more
+        stack.callback(lambda: kill(*family(*nodes.processes())))
         yield nodes
 
 
@@ -191,7 +180,7 @@ def _slow_down(address: str, nodes: Nodes, command: Command, quarantine_s: float
     thread = threading.Thread(target=by_turns, name="slow node")
     thread.start()
     try:
-        command.wait(f"the run to go on without {address}", lambda: _ranks(command) == len(nodes) - 1)
+        command.wait(f"the run to go on without {address}", lambda: _ranks(command) == len(nodes.nodes) - 1)
     finally:
         over.set()
         thread.join()

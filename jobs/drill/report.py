@@ -20,14 +20,13 @@ class FaultOutcome:
     fired: float
     """Time at which it occurred, in seconds since 1970."""
     detected_after: float | None = None
-    """Seconds until it was detected; None: there was nothing to detect."""
+    """None: there was nothing to detect."""
     recovered_after: float | None = None
     """Seconds from its detection to the end of the first step after it."""
     steps_lost: int = 0
     restored_from: str = ""
     parts: dict[str, float] = field(default_factory=dict)
     noticed: str = ""
-    """The controller's message about it."""
 
     def note(self, incident: Mapping[str, Any]) -> None:
         """Copy what the controller has recorded about the fault."""
@@ -88,13 +87,12 @@ def show(console: Console, report: Report) -> None:
         table.add_row(*outcome.cells())
     console.print(table)
 
-    def say(text: str) -> None:
-        console.print(text, highlight=False)
-
+    lines = []
     for what in ("losses", "parameters", "samples"):
         same = getattr(report, f"identical_{what}")
-        say(f"{what}: " + ("[green]identical, bit for bit[/green]" if same else "[red]DIFFERENT[/red]"))
+        lines.append(f"{what}: {'[green]identical, bit for bit[/green]' if same else '[red]DIFFERENT[/red]'}")
     if not report.identical_losses:
-        say(f"largest relative difference of a loss: {report.largest_difference:.2e}")
+        lines.append(f"largest relative difference of a loss: {report.largest_difference:.2e}")
     for when, held in zip(("before the first fault", "after the last fault"), report.held, strict=False):
-        say(f"{when}: " + ", ".join(f"{number} {what}" for what, number in held.items()))
+        lines.append(f"{when}: " + ", ".join(f"{number} {what}" for what, number in held.items()))
+    console.print(*lines, sep="\n", highlight=False)

@@ -19,8 +19,7 @@ from braid.actors.controller.records.step_record import read_metrics
 from braid.actors.controller.state.manifest import MANIFEST, CheckpointStore
 from braid.actors.stage.rank.faults import FOLDER, fired_at, let_go
 from braid.actors.stage.state.checkpoint import read_tensors
-from braid.jobs.drill.census import census, kill
-from braid.jobs.drill.command import BROKEN, PATIENCE_S, WHOLE, Command
+from braid.jobs.drill.command import BROKEN, PATIENCE_S, WHOLE, Command, census, kill
 from braid.jobs.drill.hosts import Hosts, two_hosts
 from braid.jobs.drill.nodes import Nodes, meet, ray_nodes, usable_nodes
 from braid.jobs.drill.plan import (
@@ -66,10 +65,8 @@ class Drill:
         self._base, self._progress = config, progress
         self._ranks = config.layout().ranks
         self._of_nodes = kinds[0] in NODE_FAULTS
-        if self._of_nodes:
-            self._planned = plan_drill(kinds, count, seed, self._ranks, usable_nodes(config))
-        else:
-            self._planned = plan_drill(kinds, count, seed)
+        nodes = (self._ranks, usable_nodes(config)) if self._of_nodes else ()
+        self._planned = plan_drill(kinds, count, seed, *nodes)
         in_ranks = (fault.in_rank(self._ranks) for fault in self._planned)
         self._faults = [fault for fault in in_ranks if fault is not None]
         self._folder = config.runs / f"{config.name}-drill-{seed}"
@@ -96,10 +93,10 @@ class Drill:
             if any(fault.kind == "disk-full" for fault in self._planned):
                 stack.enter_context(_small_disk(self._folder))
             stack.enter_context(contextlib.closing(self._command))
-            nodes: contextlib.AbstractContextManager[Nodes | None] = contextlib.nullcontext()
-            if self._of_nodes:
-                nodes = ray_nodes(self._ranks)
-            with nodes as self._nodes, contextlib.closing(self._command):
+            with contextlib.ExitStack() as cluster:
+                if self._of_nodes:
+                    self._nodes = cluster.enter_context(ray_nodes(self._ranks))
+                cluster.enter_context(contextlib.closing(self._command))
                 held = self._disturbed()
             self._nodes = None
             steps = self._command.step()  # with faults of nodes, the number of steps is known only now
@@ -137,10 +134,9 @@ class Drill:
             "cluster": {"group_timeout_s": 15.0},
             "data": {"directory": str(self._folder / "data")},
         }
-        cluster: dict[str, Any] = {}
-        elastic: dict[str, Any] = {}
+        cluster, elastic = dict[str, Any](), dict[str, Any]()
         if self._of_nodes:
-            cluster = {"device": "cpu", "cpus_per_rank": 1.0}
+            cluster |= {"device": "cpu", "cpus_per_rank": 1.0}
             defaults["cluster"]["placement_timeout_s"] = 5.0
             defaults["elastic"] = {"quarantine_s": _QUARANTINE_S}
         if self._nodes is not None:
@@ -289,16 +285,14 @@ class Drill:
     def _compare(self, seconds: float, held: list[dict[str, int]]) -> Report:
         folders = [self._folder / name for name in (WHOLE, BROKEN)]
         whole, broken = (list(read_metrics(folder / "metrics.jsonl")) for folder in folders)
-        tensors, others = (
-            read_tensors(folder / "checkpoints" / f"step-{records[-1].step}")
-            for folder, records in zip(folders, (whole, broken), strict=True)
-        )
+        ends = zip(folders, (whole, broken), strict=True)
+        ours, theirs = (read_tensors(run / "checkpoints" / f"step-{steps[-1].step}") for run, steps in ends)
+        same = ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
         pairs = zip(whole, broken, strict=False)
         return Report(
             outcomes=self._outcomes,
             identical_losses=[r.loss for r in whole] == [r.loss for r in broken],
-            identical_parameters=tensors.keys() == others.keys()
-            and all(torch.equal(tensor, others[name]) for name, tensor in tensors.items()),
+            identical_parameters=same,
             identical_samples=[(r.step, r.samples) for r in whole] == [(r.step, r.samples) for r in broken],
             largest_difference=max((abs(a.loss - b.loss) / abs(a.loss) for a, b in pairs), default=0.0),
             seconds=seconds,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from braid.jobs.output import answer, check_outputs, say, write_output
+from braid.jobs.output import answer, check_outputs, print_or_write, say, write_output
 from braid.jobs.usage import AsJson, ConfigFile, Launcher, Overrides, read_config
 
 if TYPE_CHECKING:
@@ -49,8 +49,7 @@ def plan(
     job = work.request(config, overrides, cluster, nodes, profile)
     with _searching() as tell:
         made = work.make_plan(job, tell)
-    if output is not None:
-        write_output("output", output, made.to_yaml())
+    write_output("output", output, made.to_yaml())
     if svg is not None:
         _draw(work.simulate_plan(made, job.cluster, None, job.profile), svg)
     answer(as_json, lambda: view.plan_json(made), lambda: view.show_plan(Console(), made, job.cluster))
@@ -201,13 +200,10 @@ def schedule(
     resolved = work.with_plan(read_config(config, overrides))
     check_outputs(output=output)
     made = work.known_schedule(resolved, resolved.check(tokenizer_of(resolved).vocabulary))
-    text = write(made)
-    if output is not None:
-        write_output("output", output, text)
+    if output is not None or not show:
+        print_or_write(output, write(made))
     if show:
         pictures.show_schedule(Console(), made)
-    elif output is None:
-        typer.echo(text, nl=False)
 
 
 def profile(
@@ -238,8 +234,7 @@ def profile(
     if found.trouble:
         typer.echo(f"braid: {found.trouble}", err=True)
     text, heat = found.profile.to_json(), effectiveness(found.profile)
-    if output is not None:
-        write_output("output", output, text)
+    write_output("output", output, text)
     if svg is not None:
         write_output("svg", svg, svg_map(heat))
 

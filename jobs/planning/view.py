@@ -128,13 +128,11 @@ def _schedule(setting: Setting) -> str:
 
 
 def _show_runners_up(console: Console, plan: Plan) -> None:
-    rows = [
-        (
-            *(other.layout, other.schedule, f"{other.step_seconds:.3f}", f"{other.peak_bytes / GIB:.1f}"),
-            f"{other.reason} (micro-batch {other.micro_batch}, recompute {other.recompute})",
-        )
-        for other in plan.runners_up
-    ]
+    rows = []
+    for other in plan.runners_up:
+        numbers = f"{other.step_seconds:.3f}", f"{other.peak_bytes / GIB:.1f}"
+        note = f"{other.reason} (micro-batch {other.micro_batch}, recompute {other.recompute})"
+        rows.append((other.layout, other.schedule, *numbers, note))
     _show_numbered(console, "runners-up (simulated)", ("layout", "schedule"), ("s/step", "GiB"), rows)
 
 
@@ -191,7 +189,6 @@ def show_simulation(console: Console, outcome: Outcome) -> None:
     if outcome.missing_bytes:
         missing = f"{outcome.missing_bytes / GIB:.1f} GiB more than a GPU can use"
         console.print(f"does not fit: needs {missing}", style="bold red")
-    pictures.show_simulation(console, outcome.simulation)
 
 
 def show_comparison(console: Console, first: str, a: Outcome, second: str, b: Outcome) -> None:
@@ -245,15 +242,10 @@ def show_traces(console: Console, first: str, second: str, compared: TraceCompar
     title = "operators, by what they add to the difference of a rank's step (all ms)"
     table = table_of(title, ("operator",), ("times", "A", "B", "B / A", "adds"))
     for row in compared.operators:
-        counts = dict.fromkeys((row.first_count, row.second_count))
-        table.add_row(
-            row.operator,
-            " / ".join(map(str, counts)),
-            f"{row.first_ns / 1e6:.3f}",
-            f"{row.second_ns / 1e6:.3f}",
-            f"{row.second_ns / row.first_ns:.2f}" if row.first_ns else "-",
-            f"{row.difference_ns / 1e6:+.2f}",
-        )
+        counts = " / ".join(map(str, dict.fromkeys((row.first_count, row.second_count))))
+        times = f"{row.first_ns / 1e6:.3f}", f"{row.second_ns / 1e6:.3f}"
+        ratio = f"{row.second_ns / row.first_ns:.2f}" if row.first_ns else "-"
+        table.add_row(row.operator, counts, *times, ratio, f"{row.difference_ns / 1e6:+.2f}")
     console.print(table)
 
 
@@ -313,17 +305,13 @@ def _trained(shape: ModelShape) -> str:
 
 def presets_json() -> dict[str, Any]:
     """Return all presets with their figures and sources."""
-    return {
-        "clusters": {name: to_mapping(cluster_preset(name)) for name in cluster_names()},
-        "models": {
-            name: {
-                **to_mapping(model_preset(name)),
-                "parameters": model_preset(name).parameters(),
-                "source": model_source(name),
-            }
-            for name in model_names()
-        },
-    }
+    models = {}
+    for name in model_names():
+        model = model_preset(name)
+        told = {"parameters": model.parameters(), "source": model_source(name)}
+        models[name] = {**to_mapping(model), **told}
+    clusters = {name: to_mapping(cluster_preset(name)) for name in cluster_names()}
+    return {"clusters": clusters, "models": models}
 
 
 def show_presets(console: Console) -> None:
@@ -333,13 +321,10 @@ def show_presets(console: Console) -> None:
     clusters = table_of("clusters (--cluster); rates are of one GPU", ("name", "GPUs"), numbers, **plain)
     for name in cluster_names():
         c = cluster_preset(name)
+        rates = [c.gpu.peak_flops_per_s / 1e12, c.gpu.memory_bytes / 1e9, c.intra.bytes_per_s / 1e9]
+        inter = f"{c.inter.bytes_per_s / 1e9:g}" if c.inter else "-"
         clusters.add_row(
-            name,
-            f"{c.nodes} x {c.gpus_per_node} {c.gpu.name}",
-            f"{c.gpu.peak_flops_per_s / 1e12:g}",
-            f"{c.gpu.memory_bytes / 1e9:g}",
-            f"{c.intra.bytes_per_s / 1e9:g}",
-            f"{c.inter.bytes_per_s / 1e9:g}" if c.inter else "-",
+            name, f"{c.nodes} x {c.gpus_per_node} {c.gpu.name}", *(f"{rate:g}" for rate in rates), inter
         )
     sizes = ("parameters", "layers", "hidden", "sequence")
     models = table_of("models", ("name", "family"), sizes, **plain)

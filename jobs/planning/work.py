@@ -11,7 +11,7 @@ from braid.actors.controller.decisions import find_or_decide
 from braid.actors.controller.planning import build_schedule, setting_of
 from braid.actors.controller.profiling import known_profile
 from braid.jobs.cluster.session import launcher_of
-from braid.jobs.data.hub_names import with_hub_files
+from braid.jobs.data.hub import with_hub_files
 from braid.scheduling.cost.profile import Profile, read_profile
 from braid.scheduling.generate.named import ScheduleName
 from braid.scheduling.generate.setting import Setting
@@ -154,8 +154,7 @@ def with_plan(config: Config, file: Path | None = None) -> Config:
     layers, the ZeRO stage, policies, samples of a micro-batch. ``file``: the plan's file, by default
     ``overlap.plan``, if there is one.
 
-    Raise `ConfigError`, which names the key, if the configuration contradicts the plan. Other keys (model,
-    batch, numerics) are compared by `braid.actors.controller.planning`.
+    Other keys (model, batch, numerics) are compared by `braid.actors.controller.planning`.
     """
     if (file := file or config.overlap.plan) is None:
         return config
@@ -166,17 +165,16 @@ def with_plan(config: Config, file: Path | None = None) -> Config:
     pipeline = config.overlap.pipeline or setting.name.pipeline or None
     if pipeline not in (None, setting.pipeline, f"{setting.pipeline}/{setting.hop}"):
         pipeline = setting.pipeline
-    for name, decided in (
-        (
-            "parallel",
-            {**degrees, **cut, "tensor_degrees": layout.tensor_degrees or None, "context": setting.context},
-        ),
-        ("train", {"micro_batch": setting.workload.micro_batch, "recompute": setting.recompute}),
-        ("overlap", {"schedule": setting.schedule, "pipeline": pipeline}),
-    ):
+    of_layers = {"tensor_degrees": layout.tensor_degrees or None, "context": setting.context}
+    decisions: dict[str, dict[str, Any]] = {
+        "parallel": {**degrees, **cut, **of_layers},
+        "train": {"micro_batch": setting.workload.micro_batch, "recompute": setting.recompute},
+        "overlap": {"schedule": setting.schedule, "pipeline": pipeline},
+    }
+    for name, decided in decisions.items():
         section = getattr(config, name)
-        said = {key: value for key in decided if (value := getattr(section, key)) != AUTO}
-        said = {key: value for key, value in said.items() if key in section.model_fields_set}
+        given = {key: getattr(section, key) for key in decided if key in section.model_fields_set}
+        said = {key: value for key, value in given.items() if value != AUTO}
         for key, value in said.items():
             if key not in _LISTS and value != decided[key]:
                 raise ConfigError(

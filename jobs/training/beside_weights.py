@@ -7,7 +7,6 @@ beside imported weights may be gone at export.
 import hashlib
 import json
 import shutil
-from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,7 +36,7 @@ def keep(config: Config, tokenizer: Tokenizer, run: Path) -> None:
     """Write the files that exports need beside their weights into a run's directory. Raise `OSError` if that
     fails."""
     if tokenizer.name == BYTES:
-        files = {TOKENIZER_FILE: _bytes_tokenizer(tokenizer).encode()}
+        files = {TOKENIZER_FILE: tokenizer.backend.to_str().encode()}
     else:
         path = Path(tokenizer.name)
         beside = {name: path.with_name(name) for name in TOKENIZER_PARTS}
@@ -115,22 +114,3 @@ def _settings(initial: Path, tokenizer: bytes) -> dict[str, Any]:
     if file.is_file() and file.read_bytes() == tokenizer:
         return settings
     return {key: value for key, value in settings.items() if "token_id" not in key}
-
-
-def _bytes_tokenizer(tokenizer: Tokenizer) -> str:
-    """Return a `TOKENIZER_FILE` that gives text the same ids as Braid's tokenizer of bytes."""
-    from tokenizers import AddedToken, decoders, models, pre_tokenizers
-    from tokenizers import Tokenizer as Backend
-
-    backend = Backend(models.BPE(_letters(), []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(tokenizer.end_token, special=True)])
-    return str(backend.to_str())
-
-
-def _letters() -> dict[str, int]:
-    """Return the letter that the library uses for each byte: printable bytes keep their own character."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = count(256)
-    return {chr(byte if byte in printable else next(others)): byte for byte in range(256)}

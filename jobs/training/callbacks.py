@@ -1,6 +1,6 @@
 """Calls a Python caller's callbacks with what happens in a run (docs/python.md)."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from braid.actors.config import ConfigError
@@ -76,56 +76,46 @@ class Callbacks:
 
     def hear(self, event: Any) -> None:
         """Pass an event on."""
-        for method, argument in _calls(event):
-            for callback in self._all:
-                if self.error is None:
-                    self._call(callback, method, argument)
+        self._call("on_event", event)
+        match event:
+            case Started():
+                self._call("on_start", event)
+            case StepDone(record=record):
+                self._call("on_step", record)
+                if "validation" in record.between_seconds:
+                    self._call("on_validation", record)
+            case CheckpointSaved():
+                self._call("on_checkpoint", event)
+            case Incident():
+                self._call("on_incident", event)
+            case Finished():
+                self._call("on_end", event.report)
 
     def failed(self, error: BaseException) -> None:
         """Tell all callbacks that the run has ended with an error; a note on it names those that raise."""
         for callback in self._all:
             try:
-                getattr(callback, "on_failure", _nothing)(error)
+                if hasattr(callback, "on_failure"):
+                    callback.on_failure(error)
             except Exception as another:
                 error.add_note(f"on_failure of {type(callback).__name__} raised {another!r}")
 
-    def _call(self, callback: object, method: str, argument: Any) -> None:
-        try:
-            getattr(callback, method, _nothing)(argument)
-        except StoppedError:  # a signal came meanwhile
-            raise
-        except StopTraining as stop:
-            if self.reason is None:
-                self.reason = str(stop) or f"{method} of {type(callback).__name__}"
-        except Exception as error:
-            error.add_note(f"raised by {method} of the callback {type(callback).__name__}")
-            self.error = error
-        else:
-            return
-        self._stop()
-
-
-def _nothing(argument: Any) -> None:
-    """Stand in for a method that a callback leaves out."""
-
-
-def _calls(event: Any) -> Sequence[tuple[str, Any]]:
-    """Return the methods to call for an event, with their arguments."""
-    calls: list[tuple[str, Any]] = [("on_event", event)]
-    match event:
-        case Started():
-            calls.append(("on_start", event))
-        case StepDone(record=record):
-            calls.append(("on_step", record))
-            if "validation" in record.between_seconds:
-                calls.append(("on_validation", record))
-        case CheckpointSaved():
-            calls.append(("on_checkpoint", event))
-        case Incident():
-            calls.append(("on_incident", event))
-        case Finished():
-            calls.append(("on_end", event.report))
-    return calls
+    def _call(self, method: str, argument: Any) -> None:
+        for callback in self._all:
+            if self.error is not None or not hasattr(callback, method):
+                continue
+            try:
+                getattr(callback, method)(argument)
+            except StoppedError:  # a signal came meanwhile
+                raise
+            except StopTraining as stop:
+                if self.reason is None:
+                    self.reason = str(stop) or f"{method} of {type(callback).__name__}"
+                self._stop()
+            except Exception as error:
+                error.add_note(f"raised by {method} of the callback {type(callback).__name__}")
+                self.error = error
+                self._stop()
 
 
 def _check(callback: object, where: str) -> None:

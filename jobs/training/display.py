@@ -1,16 +1,14 @@
 """Shows a run's progress: a live line in a terminal, plain lines elsewhere."""
 
 import contextlib
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
 from rich.columns import Columns
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -18,6 +16,7 @@ from rich.text import Text
 
 from braid.actors.controller.decisions import SimulatedSchedule
 from braid.actors.controller.profiling import Profiled
+from braid.actors.controller.ranks.group import StoppedError
 from braid.actors.controller.records.run_records import (
     CheckpointSaved,
     Event,
@@ -29,13 +28,12 @@ from braid.actors.controller.records.run_records import (
 from braid.actors.controller.records.step_record import StepRecord
 from braid.actors.stage.data.token_files import TRAIN, VALIDATION, DataIndex
 from braid.jobs.data.prepare import Preparation, Prepared
-from braid.jobs.output import duration, facts_of, say, surviving, table_of
+from braid.jobs.output import complain, duration, facts_of, say, table_of
 from braid.jobs.training.layouts import MeasuredLayout
 from braid.jobs.training.train import Compared, PageOpened
 from braid.jobs.usage import as_options
 from braid.scheduling.trace import figures
 
-_CURVE = "▁▂▃▄▅▆▇█"
 _LINE_SECONDS = 2.0
 _FAR_OFF = 1.5
 """Ratio of simulated and measured step, in either direction, from which a remark is shown."""
@@ -57,8 +55,7 @@ class Display:
     def __init__(self, console: Console, *, live: bool, worded: Callable[[str], str] = as_options) -> None:
         """``worded``: rewords messages, which name arguments of `braid.train`."""
         self._console, self._worded = console, worded
-        self.on_event = surviving(self.show)
-        """Shows an event as a callback of a run, which goes on if that fails."""
+        self._failed = False
         self._live = live and console.is_terminal
         self._screen: Live | None = None
         self._losses: list[float] = []
@@ -78,6 +75,17 @@ class Display:
             self._screen = screen
             yield self
 
+    def on_event(self, event: Any) -> None:
+        """Show an event as a callback of a run, which goes on if that fails."""
+        try:
+            self.show(event)
+        except StoppedError:  # a signal that came while the event was shown
+            raise
+        except Exception as error:
+            if not self._failed:
+                complain(f"an event cannot be shown ({type(error).__name__}: {error}); training goes on")
+            self._failed = True
+
     def show(self, event: Event | Prepared | Preparation | Profiled | Compared | PageOpened | str) -> None:
         """Show one event."""
         match event:
@@ -87,7 +95,7 @@ class Display:
                 self._say(f"page    {event.address} shows the run live")
             case Preparation():
                 tokens = f"{si(event.tokens)} tokens"
-                self._update(Text(f"tokenising: {event.items_done}/{event.items} parts, {tokens}"))
+                self._update(f"tokenising: {event.items_done}/{event.items} parts, {tokens}")
             case Prepared():
                 train, validation = (si(event.index.tokens(split)) for split in (TRAIN, VALIDATION))
                 name = f"{event.name}: " if event.name else ""
@@ -97,7 +105,7 @@ class Display:
                 )
                 for line in _about_tokens(event.index):
                     self._say(line)
-                self._update(Text("starting ranks"))
+                self._update("starting ranks")
             case Profiled():
                 how = "measured before" if event.reused else f"measured in {event.seconds:.0f} s"
                 self._say(f"profile {event.path} ({how}; {event.profile.told})")
@@ -114,16 +122,16 @@ class Display:
                 waited = f", training waited {event.stalled_seconds:.2f} s"
                 self._say(f"saved   step {event.step} to {event.path} in {event.seconds:.1f} s{waited}")
             case Finished():
-                self._update(Text(""))
-                self._console.print(report_table(event.report, self._losses))
+                self._update("")
+                self._console.print(report_table(event.report))
                 self._say("done" if event.complete else "stopped early; go on with resume=True")
 
     def _say(self, line: str) -> None:
         say(self._console, self._worded(line))
 
-    def _update(self, content: RenderableType) -> None:
+    def _update(self, text: str) -> None:
         if self._screen:
-            self._screen.update(content)
+            self._screen.update(Text(text))
 
     def _begin(self, event: Started) -> None:
         for note in event.notes:
@@ -149,7 +157,10 @@ class Display:
     def _step(self, record: StepRecord) -> None:
         validated = self._count(record)
         facts = self._facts(record)
-        self._update(Group(self._numbers(facts), ProgressBar(total=self._last_step, completed=record.step)))
+        if self._screen:
+            cells = [Text.assemble((name, "dim"), "\n", (value, "bold")) for name, value in facts.items()]
+            bar = ProgressBar(total=self._last_step, completed=record.step)
+            self._screen.update(Group(Columns(cells, padding=(0, 2)), bar))
         due = time.monotonic() - self._last_line >= _LINE_SECONDS
         if self._screen or not (due or validated or record.step == self._last_step):
             return
@@ -177,15 +188,6 @@ class Display:
             "time left": duration((self._last_step - record.step) * fmean(self._seconds)),
         }
 
-    def _numbers(self, facts: Mapping[str, str]) -> Columns:
-        """Lay out names above values, in as many rows as the terminal's width needs."""
-        shown = [(name, value, "bold") for name, value in facts.items()]
-        shown.append(("loss curve", curve(self._losses), "cyan"))
-        return Columns(
-            [Text.assemble((name, "dim"), "\n", (value, style)) for name, value, style in shown],
-            padding=(0, 2),
-        )
-
 
 def _about_tokens(index: DataIndex) -> Iterator[str]:
     """Yield lines about the token that ends documents, and about text that has no tokens."""
@@ -207,20 +209,6 @@ def _about_tokens(index: DataIndex) -> Iterator[str]:
         yield f"warning {index.tokens_unknown} tokens ({share:.2%}) are what {index.tokenizer} does not know"
 
 
-def curve(values: Sequence[float], width: int = 32) -> str:
-    """Draw a series as a line of block characters, averaged into ``width`` columns; an x where no value is a
-    number."""
-    if not values:
-        return ""
-    columns = min(width, len(values))
-    edges = [round(n * len(values) / columns) for n in range(columns + 1)]
-    known = [[value for value in values[a:b] if math.isfinite(value)] for a, b in pairwise(edges)]
-    means = [fmean(column) if column else None for column in known]
-    low, high = (end((mean for mean in means if mean is not None), default=0.0) for end in (min, max))
-    scale = (len(_CURVE) - 1) / (high - low) if high > low else 0.0
-    return "".join("x" if mean is None else _CURVE[round((mean - low) * scale)] for mean in means)
-
-
 def validation_line(validation: Mapping[str, Any]) -> str:
     """Describe the last validation: in nats per token, in bits per byte if that is known, and of each set of
     a mixture."""
@@ -232,7 +220,7 @@ def validation_line(validation: Mapping[str, Any]) -> str:
     return ", ".join(facts) or "-"
 
 
-def report_table(report: dict[str, Any], losses: list[float]) -> Table:
+def report_table(report: dict[str, Any]) -> Table:
     """Summarise a finished run in one table."""
     steps, layout, communication = report["steps"], report["layout"], report["communication"]
     seconds = sum(step["seconds"] for step in steps)
@@ -242,7 +230,7 @@ def report_table(report: dict[str, Any], losses: list[float]) -> Table:
     peaks = ", ".join(f"{peak / 2**30:.2f}" for peak in report["memory"]["peak_bytes"])
     rows = {"layout": f"{ranks}, schedule {layout['schedule']}"}
     if steps:
-        rows["loss"] = f"{steps[0]['loss']:.4f} -> {steps[-1]['loss']:.4f}  {curve(losses)}"
+        rows["loss"] = f"{steps[0]['loss']:.4f} -> {steps[-1]['loss']:.4f}"
     rows["validation"] = validation_line(report["validation"])
     rows["speed"] = f"{si(report['tokens_per_s'])} tokens/s, {between}"
     if seconds and communication["seconds"]:

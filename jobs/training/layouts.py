@@ -1,12 +1,5 @@
 """Chooses what ``auto`` leaves to measurement in a run: its layout, and a tensor-parallel degree and
-recompute policy for every layer.
-
-It does what `braid plan` does with a cluster model, here with the actual machine. With ``parallel: auto``,
-layouts of the ranks there is room for are profiled as in a run of each (profiles are kept), decided and
-simulated, and the fastest is taken. With ``parallel.tensor_degrees: auto`` or ``train.recompute: auto``,
-layers of every allowed degree are measured side by side in one model, and the planner chooses
-(`braid.scheduling.plan.layer_choices`). The run then continues as if all that had been configured.
-"""
+recompute policy for every layer. The run then continues as if all that had been configured."""
 
 import contextlib
 import json
@@ -23,7 +16,6 @@ from braid.actors.controller.planning import in_memory, model_graphs, setting_of
 from braid.actors.controller.profiling import find_or_measure
 from braid.actors.controller.ranks.elastic import degrees_up_to
 from braid.actors.controller.ranks.group import Launcher, WorkerError
-from braid.scheduling.cost.profile import Profile
 from braid.scheduling.generate.setting import Setting
 from braid.scheduling.model.presets.library import cluster_preset
 from braid.scheduling.model.recompute import RECOMPUTE_POLICIES
@@ -67,24 +59,24 @@ def with_layout(
     """Return the configuration in the layout with the fastest simulated step, and all compared layouts, best
     first.
 
-    ``tell`` is called before each measurement. Raise `ConfigError` if no layout suits model and batch,
-    `WorkerError` if none could be measured.
+    ``tell`` is called before each measurement.
     """
     rows: list[tuple[MeasuredLayout, Config]] = []
     failure: WorkerError | None = None
     fitting = fitting_layouts(config, shape, _room(launcher))
     for number, candidate in enumerate(fitting, 1):
-        row = MeasuredLayout(layout=candidate.layout().describe())
-        tell(f"layout {row.layout} ({number} of {len(fitting)})")
+        layout = candidate.layout().describe()
+        tell(f"layout {layout} ({number} of {len(fitting)})")
         try:
             profile = find_or_measure(candidate, shape, launcher, data=data).profile
         except WorkerError as error:  # such as a model that does not fit
             failure = error
-            rows.append((replace(row, trouble=str(error).partition("\n")[0]), candidate))
-            continue
-        made = find_or_decide(candidate, shape, profile)
-        seconds = json.loads(made.texts["predicted.json"])["step_seconds"]
-        rows.append((replace(row, schedule=made.name, seconds=seconds), candidate))
+            row = MeasuredLayout(layout=layout, trouble=str(error).partition("\n")[0])
+        else:
+            made = find_or_decide(candidate, shape, profile)
+            seconds = json.loads(made.texts["predicted.json"])["step_seconds"]
+            row = MeasuredLayout(layout=layout, schedule=made.name, seconds=seconds)
+        rows.append((row, candidate))
     rows.sort(key=lambda pair: float("inf") if pair[0].seconds is None else pair[0].seconds)
     if failure is not None and rows[0][0].seconds is None:
         raise failure
@@ -177,25 +169,19 @@ def with_layers(
 ) -> tuple[Config, list[MeasuredLayout]]:
     """Choose a degree and a policy for every layer; return the configuration, and the simulated choices, best
     first."""
-    setting = setting_of(config, shape)
-    degrees = _fitting(setting, layer_search(config))
-    tell(f"layers of degree {' and '.join(map(str, degrees))}")
-    side_by_side = islice(cycle(reversed(degrees)), shape.layers)  # so that one profile contains all degrees
-    choices = tuple(LayerChoice(degree, "none") for degree in side_by_side)
-    probe = as_chosen(config, with_choices(setting, choices))
-    return layers_chosen(config, shape, find_or_measure(probe, shape, launcher, data=data).profile)
-
-
-def layers_chosen(config: Config, shape: ModelShape, profile: Profile) -> tuple[Config, list[MeasuredLayout]]:
-    """Choose a degree and a policy for every layer from a profile that has layers of every degree the
-    micro-batch allows."""
     setting, search = setting_of(config, shape), layer_search(config)
+    search = replace(search, degrees=_fitting(setting, search))
+    tell(f"layers of degree {' and '.join(map(str, search.degrees))}")
+    # side by side, so that one profile contains layers of all degrees
+    degrees = islice(cycle(reversed(search.degrees)), shape.layers)
+    choices = tuple(LayerChoice(degree, "none") for degree in degrees)
+    probe = as_chosen(config, with_choices(setting, choices))
+    profile = find_or_measure(probe, shape, launcher, data=data).profile
 
     def bench_of(candidate: Setting) -> CostedSetting:
         graphs = model_graphs(as_chosen(config, candidate), shape, profile.streams)
         return measured(graphs, profile)(candidate)
 
-    search = replace(search, degrees=_fitting(setting, search))
     found = choose_layers(setting, search, bench_of, in_memory(config), schedules_of(config))
     return as_chosen(config, found[0].setting), [*map(_row, found)]
 

@@ -4,12 +4,11 @@ import html
 import io
 import sys
 import time
-from collections import deque
 from typing import Any
 
 from rich.console import Console
 
-from braid.actors.controller.records.run_records import Finished
+from braid.actors.controller.records.run_records import Finished, StepDone
 from braid.actors.controller.records.step_record import StepRecord
 from braid.dashboards.frames import curve_svg, facts_html, frame_html
 from braid.jobs.training.display import Display
@@ -37,7 +36,6 @@ class NotebookDisplay(Display):
         self._text = io.StringIO()
         super().__init__(Console(file=self._text, width=110), live=False, worded=str)
         self._shown_page, self._page = page, ""
-        self._lines: deque[str] = deque(maxlen=_LINES)
         self._numbers_shown: dict[str, str] = {}
         self._output: Any = None
         self._drawn = 0.0
@@ -49,27 +47,20 @@ class NotebookDisplay(Display):
         if isinstance(event, Finished):
             self._page = ""  # it ends with the run
         super().show(event)
-        if text := self._text.getvalue():  # a table
-            self._lines.extend(text.rstrip().splitlines())
-            self._text.seek(0)
-            self._text.truncate()
+        often = isinstance(event, StepDone) and event.record.step != self._last_step
+        if not often or time.monotonic() - self._drawn >= _DRAW_SECONDS:
             self._draw()
-
-    def _say(self, line: str) -> None:
-        self._lines.append(line)
-        self._draw()
 
     def _step(self, record: StepRecord) -> None:
         self._count(record)
         self._numbers_shown = self._facts(record)
-        if time.monotonic() - self._drawn >= _DRAW_SECONDS or record.step == self._last_step:
-            self._draw()
 
     def _draw(self) -> None:
         from IPython.display import HTML, display
 
         self._drawn = time.monotonic()
-        lines = f"<pre>{html.escape(chr(10).join(self._lines))}</pre>"
+        newest = self._text.getvalue().splitlines()[-_LINES:]
+        lines = f"<pre>{html.escape(chr(10).join(newest))}</pre>"
         content = HTML(facts_html(self._numbers_shown) + curve_svg(self._losses) + lines + self._page)
         if self._output is None:
             self._output = display(content, display_id=True)

@@ -19,8 +19,7 @@ _END_SECONDS = 3.0
 
 
 class LivePage:
-    """Starts the page's process on request and ends it when closed. Metrics count from this object's
-    creation."""
+    """The page's process. Metrics count from this object's creation."""
 
     def __init__(self, port: int = 0) -> None:
         self._port, self._begin = port, time.time()
@@ -29,8 +28,7 @@ class LivePage:
         """File with the page's address."""
 
     def open(self, run: Path) -> str:
-        """Serve a run directory on this machine's loopback; return the address. Raise `ValueError` with the
-        reason if the page does not start, which is no reason to end a training run."""
+        """Serve a run directory on this machine's loopback; return the address."""
         arguments = (str(run), str(self._port), str(self._begin), str(os.getpid()))
         with tempfile.NamedTemporaryFile() as output:  # a pipe would block the process once it is full
             self._process = subprocess.Popen(
@@ -57,18 +55,18 @@ class LivePage:
         raise ValueError(f"the live page did not start: {reason}")
 
     def close(self) -> None:
+        """End the process, if there is one, and wait for it."""
         if self._process is None:
             return
-        process, self._process = self._process, None
         if self._address is not None:
             with contextlib.suppress(OSError):
                 self._address.unlink(missing_ok=True)
-        process.terminate()
-        try:
-            process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        self._process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_SECONDS)
+        self._process.kill()  # does nothing to a process that has ended
+        self._process.wait()
+        self._process = None
 
 
 def main(run: str, port: str, begin: str, parent: str) -> None:

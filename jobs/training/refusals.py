@@ -3,10 +3,10 @@ there are user-defined layers."""
 
 import ast
 import inspect
+import linecache
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from braid.actors.config import Config, ConfigError
 from braid.actors.config.paths import check_protocol
@@ -33,8 +33,7 @@ _STATE_BYTES = 8
 def check_run(
     config: Config, options: RunOptions, places: Sequence[ProcessPlace] | None = None
 ) -> ModelShape:
-    """Check a run and return the model's shape; raise `ConfigError`, or another `ValueError`, for faults that
-    the user can correct.
+    """Check a run and return the model's shape.
 
     ``config``: with absolute paths. ``places``: places of ranks that do not run on this machine's own
     loopback.
@@ -105,25 +104,15 @@ def _check_memory(config: Config, shape: ModelShape) -> None:
 
 
 def check_script() -> None:
-    """Raise `ConfigError` if ranks, which import the script that starts them, would start ranks themselves.
-
-    That happens if the call is at the top level of the script that Python runs, outside of ``if __name__ ==
-    "__main__":``. A caller without a file, such as a notebook, is not imported again.
-    """
+    """Refuse a call at the top level of the script that Python runs, outside of ``if __name__ ==
+    "__main__":``: ranks, which import the script, would start ranks themselves."""
     file = getattr(sys.modules["__main__"], "__file__", None)
-    calls = [
-        call
-        for call in inspect.stack(0)
-        if call.frame.f_code.co_filename == file and call.function == "<module>"
-    ]
-    if file is None or not calls:
+    calls = [call.lineno for call in inspect.stack(0) if (call.filename, call.function) == (file, "<module>")]
+    lines = linecache.getlines(file) if file is not None else []
+    if not calls or not lines:
         return
-    line = calls[0].lineno
-    try:
-        statements = ast.parse(Path(file).read_text(encoding="utf-8")).body
-    except (OSError, ValueError, SyntaxError):
-        return
-    for statement in statements:
+    line = calls[0]
+    for statement in ast.parse("".join(lines)).body:
         inside = statement.lineno <= line <= (statement.end_lineno or 0)
         if inside and isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test):
             return

@@ -12,6 +12,10 @@ from braid.jobs.data.prepare import Prepared
 from braid.jobs.data.tokenizer import tokenizer_of
 from braid.jobs.output import counted
 
+WITHOUT_BASE = (
+    "model.lora trains adapters of random weights, which stay as train.seed draws them; give the model to "
+    "adapt in model.initial"
+)
 _MOVED = 0.01
 """Relative difference from which a learning rate is considered to come from another curve."""
 
@@ -55,15 +59,6 @@ def on_template(config: Config) -> Iterator[str]:
             )
 
 
-def on_adapters(config: Config) -> Iterator[str]:
-    """Yield remarks on adapters of a model that nobody has trained."""
-    if config.model.lora is not None and config.model.initial is None:
-        yield (
-            "model.lora trains adapters of random weights, which stay as train.seed draws them; give the "
-            "model to adapt in model.initial"
-        )
-
-
 def on_learning_rate(config: Config, *, resume: bool) -> Iterator[str]:
     """Yield remarks on a warm-up that does not end, and on a resumed run that follows another curve than it
     began with, whether the rate jumps or only its horizon moves."""
@@ -95,8 +90,7 @@ def on_learning_rate(config: Config, *, resume: bool) -> Iterator[str]:
 
 
 def _changes(config: Config) -> Iterator[str]:
-    """Yield the keys of the learning rate that differ from those with which a resumed run was last
-    started."""
+    """Yield the keys of the learning rate that a resumed run changes."""
     try:
         before = read_content(config.run_directory / "config.yaml").get("train")
     except ConfigError:

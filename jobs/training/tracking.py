@@ -1,10 +1,17 @@
-"""Chooses the tools on a network that a run tells of itself, and tells them its events."""
+"""Chooses the tools on a network that a run tells of itself, and tells them its steps and events."""
 
 from dataclasses import asdict
 from typing import Any
 
 from braid.actors.config.machines import TelemetryConfig
-from braid.actors.controller.records.run_records import CheckpointSaved, Event, Finished, Incident, Started
+from braid.actors.controller.records.run_records import (
+    CheckpointSaved,
+    Event,
+    Finished,
+    Incident,
+    Started,
+    StepDone,
+)
 from braid.dashboards.sinks import Sinks
 
 _FAILURES = ("failed", "restarted", "guard")
@@ -22,8 +29,10 @@ def network_tools(telemetry: TelemetryConfig) -> dict[str, dict[str, Any]]:
 
 
 def tell_event(sinks: Sinks, event: Event) -> None:
-    """Tell start, checkpoints, failures and end; other events have no listeners."""
+    """Tell start, steps, checkpoints, failures and end; other events have no listeners."""
     match event:
+        case StepDone(record=record):
+            sinks.tell("step", asdict(record))
         case Started():
             sinks.tell("start", asdict(event))
         case CheckpointSaved():

@@ -3,7 +3,7 @@
 import contextlib
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -14,7 +14,6 @@ from braid.actors.controller.controller import Controller, RunOptions
 from braid.actors.controller.decisions import SimulatedSchedule, find_or_decide
 from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.profiling import Profiled, find_or_measure, known_profile
-from braid.actors.controller.ranks.failures import RestartBudget
 from braid.actors.controller.ranks.group import Launcher, StoppedError, WorkerError
 from braid.actors.controller.ranks.processes import ProcessPlace
 from braid.actors.controller.ranks.rank_environment import allow_open_files
@@ -23,7 +22,6 @@ from braid.actors.controller.records.run_records import (
     Finished,
     Incident,
     Started,
-    StepDone,
     read_identity,
 )
 from braid.actors.controller.state.locks import FileHold
@@ -33,7 +31,7 @@ from braid.actors.stage.rank.messages import Fault, RunPlan
 from braid.dashboards.sinks import Sinks
 from braid.jobs.cluster.session import launcher_of
 from braid.jobs.data.data_sets import RECORD, data_record, prepare_data
-from braid.jobs.data.hub_names import with_hub_files
+from braid.jobs.data.hub import with_hub_files
 from braid.jobs.data.prepare import Preparation, Prepared
 from braid.jobs.data.tokenizer import tokenizer_of
 from braid.jobs.planning.work import with_plan
@@ -42,7 +40,7 @@ from braid.jobs.training.callbacks import Callbacks
 from braid.jobs.training.layouts import MeasuredLayout, left_open, with_layers, with_layout
 from braid.jobs.training.page import LivePage
 from braid.jobs.training.refusals import check_run
-from braid.jobs.training.remarks import on_adapters, on_learning_rate
+from braid.jobs.training.remarks import WITHOUT_BASE, on_learning_rate
 from braid.jobs.training.stopping import SecondSignalError, StopSignals
 from braid.jobs.training.tracking import network_tools, tell_event
 from braid.scheduling.model.shape import ModelShape
@@ -132,6 +130,8 @@ def train(
         config = anchored(expanded(_config(config)), Path.cwd())
         options = _options(resume, overwrite, until)
         report = report_of(training(config, options, told.hear, signals=signals))
+        if told.error is not None:
+            raise told.error
     except BaseException as error:
         raised = error
         if told.error is not None and isinstance(error, Exception):
@@ -142,9 +142,6 @@ def train(
         if raised is error:
             raise
         raise raised from (None if isinstance(error, StoppedError) else error)
-    if told.error is not None:
-        told.failed(told.error)
-        raise told.error
     stopped = None
     if not report["complete"]:
         stopped = told.reason or ("a signal" if signals.asked_at is not None else f"until={until}")
@@ -212,10 +209,11 @@ def training(
     tokenizer = tokenizer_of(config)
     for text in on_learning_rate(config, resume=options.resume):
         show(_warning("learning-rate", text))
-    if options.resume and config.model.lora is not None and config.model.initial is not None:
-        check_base(run, config.model.initial)
-    for text in on_adapters(config):
-        show(_warning("adapters", text))
+    if config.model.lora is not None:
+        if (base := config.model.initial) is None:
+            show(_warning("adapters", WITHOUT_BASE))
+        elif options.resume:
+            check_base(run, base)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_explained(run))
         signals = stack.enter_context((signals or StopSignals()).heard())
@@ -240,20 +238,17 @@ def training(
         begun = False
         for event in events:
             show(event)
-            match event:
-                case Started() if not begun:  # otherwise it is started again, after a failure
-                    begun = True
-                    with _told("data", "exports will have no tokenizer: ", show):
-                        keep(config, tokenizer, run)
-                        keep_base(config, run)
-                    if telemetry.page:
-                        with _told("telemetry", "", show):
-                            show(PageOpened(page.open(run)))
-                    identity = read_identity(run)
-                    mark = identity.mark if identity is not None else ""
-                    sinks.begin(run, mark, config.name, config.model_dump(mode="json"))
-                case StepDone(record=record):
-                    sinks.tell("step", asdict(record))
+            if isinstance(event, Started) and not begun:  # otherwise it is started again, after a failure
+                begun = True
+                with _told("data", "exports will have no tokenizer: ", show):
+                    keep(config, tokenizer, run)
+                    keep_base(config, run)
+                if telemetry.page:
+                    with _told("telemetry", "", show):
+                        show(PageOpened(page.open(run)))
+                identity = read_identity(run)
+                mark = identity.mark if identity is not None else ""
+                sinks.begin(run, mark, config.name, config.model_dump(mode="json"))
             tell_event(sinks, event)
             yield event
 
@@ -356,29 +351,9 @@ def _on_ray(
 ) -> Generator[Event, None, None]:
     """Run on Ray; ``launcher`` is the command's, each controller has its own."""
     import ray.util.metrics
-    from ray.exceptions import RayActorError
 
     from braid.dashboards.metrics_feed import told_to_ray  # loads a web server
-    from braid.jobs.training.controllers import Controllers
+    from braid.jobs.training.controllers import run_on_ray
 
-    controllers = Controllers(plan, options, partial(replan, plan))
-    budget = RestartBudget(plan.config.failure.max_restarts)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(told_to_ray(plan.config.run_directory, ray.util.metrics))
-        stack.callback(controllers.end)  # the cluster may go on
-        while True:
-            controllers.start()
-            try:
-                with signals.calling(controllers.stop):
-                    for event in controllers.events():
-                        if isinstance(event, StepDone):
-                            budget.step_done(event.record.step)
-                        yield event
-                return
-            except RayActorError as error:
-                if not budget.spend():
-                    text = f"the controller died: {str(error).splitlines()[0]}; go on with resume=True"
-                    raise WorkerError(0, text, user_error=True) from None
-            # Its ranks have ended with it. From the run's directory the next controller knows where to
-            # resume.
-            yield Incident(kind="restarted", text="the controller died; a new one goes on", step=0)
+    with told_to_ray(plan.config.run_directory, ray.util.metrics):
+        yield from run_on_ray(plan, options, partial(replan, plan), signals)

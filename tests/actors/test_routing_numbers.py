@@ -86,7 +86,7 @@ def test_models_without_experts_leave_no_trace(tmp_path: Path) -> None:
     assert expert_numbers([None, None], dense, ParallelLayout(dp=2), TOKENS, visits=True) is None
     report = build_report(iter([a_record(1)]), small_config(tmp_path), complete=True)
     assert "experts" not in report
-    assert "experts" not in list(report_table(report, [1.0]).columns[0].cells)
+    assert "experts" not in list(report_table(report).columns[0].cells)
 
 
 def test_records_and_the_report_hold_the_numbers(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_records_and_the_report_hold_the_numbers(tmp_path: Path) -> None:
     assert section["mean"]["worst_imbalance"] == pytest.approx((30 * 4 / 90 + 2) / 2, abs=1e-4)
     assert section["mean"]["dropped"] is None
     assert "visits" not in section["last"]
-    table = report_table(report, [2.0, 1.0])
+    table = report_table(report)
     texts = dict(zip(*(list(column.cells) for column in table.columns), strict=True))
     assert texts["experts"] == (
         "fullest 1.50 x the average (2.00 in the worst layer), entropy 94.8% of a balanced load's (last step)"

@@ -200,7 +200,7 @@ def test_conversations_are_whole_in_rows(tmp_path_factory: pytest.TempPathFactor
     ]
     request = chat(path, told)
     done = prepare(request, path / "out", map)
-    template, tokenizer = request.rows.template, BytesTokenizer()
+    template, tokenizer = request.template, BytesTokenizer()
     expected, long = [], 0
     for one in told:
         encoded, counted = encode(tokenizer, template.render(Conversation(one, None, str)))
@@ -263,7 +263,7 @@ def test_what_a_conversation_needs_may_be_more(tmp_path: Path) -> None:
     part = FileRange(str(tmp_path / "chat.jsonl"), "jsonl", 0, 10**6, 10**3)
     (conversation,) = read_conversations(part, request.data)
     assert conversation is not None
-    assert template.render(conversation).text == '{"role": "user", "content": "é\ufffd"}[{"name": "f"}]'
+    assert template.render(conversation)[0] == '{"role": "user", "content": "é\ufffd"}[{"name": "f"}]'
 
 
 def test_other_rows_are_another_data_set(tmp_path: Path) -> None:

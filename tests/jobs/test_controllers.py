@@ -12,7 +12,8 @@ from braid.actors.controller.controller import RunOptions
 from braid.actors.controller.records.run_records import CheckpointSaved, Started
 from braid.actors.stage.rank.messages import RunPlan
 from braid.jobs.training import controllers
-from braid.jobs.training.controllers import Controllers
+from braid.jobs.training.controllers import run_on_ray
+from braid.jobs.training.stopping import StopSignals
 from tests.end_to_end.runs import BYTES_VOCABULARY, small_config
 
 STARTED = Started(first_step=1, last_step=9, ranks=1, layout="", run_directory="")
@@ -34,13 +35,12 @@ CASES: dict[str, tuple[dict[str, Any], list[Any], str, RunOptions]] = {
 }
 
 
-def controllers_of(folder: Path, **options: Any) -> Controllers:
+def planned(folder: Path) -> RunPlan:
     """In a folder that holds an old run."""
     config = small_config(folder)
     config.run_directory.mkdir(parents=True)
     (config.run_directory / "run-mark").write_text("old")
-    plan = RunPlan(config=config, shape=config.check(BYTES_VOCABULARY), schedule="", data="")
-    return Controllers(plan, RunOptions(**options), lambda config, launcher: plan)
+    return RunPlan(config=config, shape=config.check(BYTES_VOCABULARY), schedule="", data="")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -50,27 +50,25 @@ def test_the_next_controller(case: str, tmp_path: Path, monkeypatch: pytest.Monk
 
     def start(plan: RunPlan, options: RunOptions, replan: Any) -> Any:
         started.append(options)
-        return Mock(**{"run.options.return_value.remote.return_value": [*events, RayActorError()]})
+        told = [*events, RayActorError()] if len(started) == 1 else []
+        return Mock(**{"run.options.return_value.remote.return_value": told})
 
     monkeypatch.setattr(controllers, "start_controller", start)
+    monkeypatch.setattr(controllers, "end_controller", ended := Mock())
     monkeypatch.setattr(controllers, "ray", Mock(get=lambda reference: reference))
-    run = controllers_of(tmp_path, **asked)
-    run.start()
-    if mark:
-        next(tmp_path.glob("*/run-mark")).write_text(mark)
-    with pytest.raises(RayActorError):
-        list(run.events())
-    run.start()
+    plan = planned(tmp_path)
+    for _ in run_on_ray(plan, RunOptions(**asked), lambda config, launcher: plan, StopSignals()):
+        if mark:
+            (plan.config.run_directory / "run-mark").write_text(mark)
+    assert len(started) == 2
     assert started[-1] == expected
+    ended.assert_called_once()
 
 
 def test_a_wish_to_stop_that_a_dead_controller_does_not_hear_raises_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     actor = Mock()
-    monkeypatch.setattr(controllers, "start_controller", Mock(return_value=actor))
     monkeypatch.setattr(controllers, "ray", Mock(get=Mock(side_effect=RayActorError())))
-    run = controllers_of(tmp_path)
-    run.start()
-    run.stop()
+    controllers._stop(actor)
     actor.stop.remote.assert_called_once_with()

@@ -97,7 +97,7 @@ def test_a_cluster_without_gpus_and_a_run_smaller_than_a_node(kubernetes: Any) -
 
 
 WRONG = {
-    "--kind Deployment": "'Deployment' must be one of",
+    "--kind Deployment": "'Deployment' is not one of",
     "--max-nodes 3": "--max-nodes 3 must be 4 or more, for 32 ranks",
     "--memory 1e9": "--memory 1e9",
     "--mount data": "--mount data",

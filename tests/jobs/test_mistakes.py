@@ -87,12 +87,12 @@ ON_RAY = "train first.yaml --launcher ray --address"
 
 MISTAKES = [
     # commands, options and files
-    Mistake("trian first.yaml", "there is no command 'braid trian'; did you mean 'train'?"),
-    Mistake("run first.yaml", "there is no command 'braid run'; did you mean 'train'?"),
-    Mistake("checkpoint ls", "there is no command 'braid checkpoint ls'; did you mean 'list'?"),
+    Mistake("trian first.yaml", "No such command 'trian'. Did you mean 'train', 'trace'; see braid --help"),
+    Mistake("run first.yaml", "No such command 'run'; see braid --help"),
+    Mistake("checkpoint ls", "No such command 'ls'. Did you mean 'list'; see braid checkpoint"),
     Mistake("train", "Missing argument 'CONFIG'; see braid train --help"),
     Mistake("train first.yaml --overwite", "No such option: --overwite|--overwrite); see braid train --help"),
-    Mistake("train first.yaml --launcher proc", "'--launcher': 'proc'|ray, processes; did you mean 'proc"),
+    Mistake("train first.yaml --launcher proc", "'--launcher': 'proc'|'ray', 'processes'; see braid train"),
     Mistake("kubernetes first.yaml", "Missing option '--image'; see braid kubernetes --help"),
     Mistake("train first.yml", "first.yml does not exist|did you mean first.yaml?"),
     Mistake("train broken.yaml", "broken.yaml is not valid YAML|line 1"),

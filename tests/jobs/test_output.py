@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from braid.jobs import output
-from braid.jobs.output import BackgroundOutput, background, surviving
+from braid.jobs.output import BackgroundOutput, background
 
 
 def pipe() -> tuple[int, io.TextIOWrapper]:
@@ -59,19 +59,3 @@ def test_a_reader_that_does_not_read_holds_nothing_up(monkeypatch: pytest.Monkey
     os.close(reading)
     out.finish()
     stream.close()
-
-
-def test_an_event_that_cannot_be_shown_ends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = []
-
-    def show(event: object) -> None:
-        shown.append(event)
-        raise ValueError("cannot convert float NaN to integer")
-
-    careful = surviving(show)
-    for event in range(5):
-        careful(event)
-    assert shown == [0, 1, 2, 3, 4]
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1
-    assert "an event cannot be shown (ValueError: cannot convert float NaN to integer)" in told

@@ -144,7 +144,7 @@ REFUSED = {
     "--nodes 3": "--nodes 3 does not divide the layout's 16 ranks evenly; change --nodes",
     "--nodes 2 --gpus-per-node 4": "--gpus-per-node 4 is less than the 8 ranks of a node|need --nodes 4",
     "--nodes 2 --gpus-per-node 8 --set cluster.device=cpu": "--gpus-per-node 8 and cluster.device=cpu",
-    "--nodes 2 --launcher slurm": "'--launcher': 'slurm'|ray, torchrun",
+    "--nodes 2 --launcher slurm": "'slurm' is not one of 'ray', 'torchrun'; see braid slurm --help",
     "--nodes 2 --time '12 hours'": "--time '12 hours' must be a word, as sbatch takes it",
     "--nodes 2 --time tomorrow": "--time tomorrow must be minutes, minutes:seconds|such as 12:00:00",
     "--nodes 2 --time 1-2-3": "--time 1-2-3 must be minutes",

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from braid.actors.config import ConfigError, parse_config
-from braid.jobs.data.tokenizer import BytesTokenizer, HuggingFaceTokenizer, load_tokenizer, tokenizer_of
+from braid.jobs.data.tokenizer import BytesTokenizer, Tokenizer, load_tokenizer, tokenizer_of
 from braid.jobs.training.display import Display
 from tests.foreign_models import random_model
 from tests.jobs.corpora import DOCUMENTS, prepared, stored_ids, text_of, train_tokenizer, write_lines
@@ -121,7 +121,7 @@ def test_text_makes_no_special_token(make: Callable[[Path], Path], tmp_path: Pat
     """Whatever the vocabulary makes of such text elsewhere."""
     path = make(tmp_path)
     text = "a </s> a <pad> a </s> a"
-    tokenizer = HuggingFaceTokenizer(path, "</s>")
+    tokenizer = Tokenizer(path, "</s>")
     backend = Backend.from_file(str(path))
     special = {backend.token_to_id("</s>"), backend.token_to_id("<pad>")}
     assert special & set(backend.encode(text).ids), "elsewhere it does"
@@ -186,7 +186,7 @@ MERGES = [("▁", "w"), ("t", "h"), ("th", "e"), ("▁", "the")]
 
 
 def test_bytes_of_tokens_add_up_to_those_of_the_text(tmp_path: Path) -> None:
-    by_bytes = HuggingFaceTokenizer(train_tokenizer(tmp_path / "b.json", ["<|endoftext|>"]))
+    by_bytes = Tokenizer(train_tokenizer(tmp_path / "b.json", ["<|endoftext|>"]))
     words = ["</s>", "<unk>", *FALLBACK, *"▁thewas", *("".join(pair) for pair in MERGES)]
     vocabulary = {word: id for id, word in enumerate(words)}
     backend = Backend(models.BPE(vocabulary, MERGES, unk_token="<unk>", byte_fallback=True))
@@ -195,7 +195,7 @@ def test_bytes_of_tokens_add_up_to_those_of_the_text(tmp_path: Path) -> None:
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1)]
     backend.decoder = decoders.Sequence(parts)
     backend.save(str(tmp_path / "p.json"))
-    by_pieces = HuggingFaceTokenizer(tmp_path / "p.json")
+    by_pieces = Tokenizer(tmp_path / "p.json")
     texts = {BytesTokenizer(): "Wo? 日本", by_bytes: DOCUMENTS[3], by_pieces: " the 日本  was\n\n theé"}
     for tokenizer, text in texts.items():
         table = np.array(tokenizer.token_bytes)
@@ -222,7 +222,7 @@ def test_a_tokenizer_that_drops_text_has_no_bytes(tmp_path: Path) -> None:
     kept = train_tokenizer(tmp_path / "b.json", ["</s>"])
     done = [prepared(tmp_path / f"{file.stem}.out", path, tokenizer=str(file)) for file in (small, kept)]
     assert done[0].index.token_bytes == ()
-    assert done[1].index.token_bytes == HuggingFaceTokenizer(kept).token_bytes
+    assert done[1].index.token_bytes == Tokenizer(kept).token_bytes
 
 
 def test_large_vocabularies_take_32_bits(tmp_path: Path) -> None:

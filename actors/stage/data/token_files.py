@@ -66,8 +66,7 @@ class DataIndex:
     """Contents of `index.json`.
 
     ``request`` identifies what the data set was made from (the inputs' paths, sizes and times, the tokenizer,
-    parameters); ``sources`` and ``parameters`` are the readable part of ``request``. If the data set is found
-    to fit copies of the inputs, the copies' paths replace the old ones.
+    parameters); ``sources`` and ``parameters`` are the readable part of ``request``.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -86,8 +85,8 @@ class DataIndex:
     token_bytes: tuple[Count, ...] = ()
     """Number of UTF-8 bytes of each token id's text, 0 for special tokens; empty in older data sets, and for
     tokenizers that do not preserve the text."""
+    contents: tuple[str, ...] = ()  # format and SHA-256 of every source, in older data sets alone
     # The following fields are empty or 0 in older data sets.
-    contents: tuple[str, ...] = ()  # format and SHA-256 of every source
     end_token: str = ""  # the name of end_of_document
     characters: Count = 0  # number of characters of the documents
     characters_lost: Count = 0  # number of characters without a token
