@@ -175,6 +175,8 @@ def with_plan(config: Config, file: Path | None = None) -> Config:
         section = getattr(config, name)
         given = {key: getattr(section, key) for key in decided if key in section.model_fields_set}
         said = {key: value for key, value in given.items() if value != AUTO}
+        if layout.data_ranks == 1:  # ZeRO has nothing to cut
+            said.pop("zero", None)
         for key, value in said.items():
             if key not in _LISTS and value != decided[key]:
                 raise ConfigError(

@@ -100,12 +100,15 @@ def fitting_layouts(config: Config, shape: ModelShape, room: int) -> list[Config
     Given degrees are kept; context parallelism is used only if it is given. If there are more than `MEASURED`
     layouts, return the most promising ones. Raise `ConfigError` if no layout suits.
     """
-    fixed, refused = config.parallel.fixed, ConfigError("there is no room for a rank")
+    fixed = config.parallel.fixed
+    refused = ConfigError("none has the degrees that are given; lower them, or cluster.cpus_per_rank")
     by_ranks: dict[int, list[Config]] = {}
     for degrees in degrees_up_to(room, fixed.get("cp", 1), shape.experts or 1):
         if any(fixed.get(axis, degree) != degree for axis, degree in vars(degrees).items()):
             continue
-        given = config.parallel.model_dump(exclude={"auto", *vars(degrees)}, exclude_unset=True)
+        uncut = {"zero", "shards"} if degrees.dp * degrees.cp == 1 else set()
+        others = {"auto", *vars(degrees), *uncut}
+        given = config.parallel.model_dump(exclude=others, exclude_unset=True)
         parallel = ParallelConfig.model_validate({**given, **vars(degrees)})
         candidate = config.model_copy(update={"parallel": parallel})
         try:

@@ -89,7 +89,7 @@ def _check_batch(shape: ModelShape, layout: ParallelLayout, workload: Workload) 
     if tokens % layout.tp:
         raise ValueError(
             f"train.micro_batch={workload.micro_batch} x model.sequence={shape.sequence} tokens are not "
-            f"divisible by parallel.tp={layout.tp}, as sequence parallelism needs"
+            f"divisible by parallel.tp={layout.tp}, as sequence parallelism needs; change one of them"
         )
     samples = workload.micro_batch * layout.sample_ranks
     if workload.global_batch % samples:

@@ -163,8 +163,7 @@ def _price(setting: Setting, cluster: ClusterSpec) -> _LayerPrice:
     """Compute a layer's serial times, and estimate the time of its forward and backward pass overlapped."""
     bench, width = modelled(cluster)(setting), DTYPE_BYTES[setting.dtype]
     parts, profile = bench.members, bench.profile
-    kinds, head = setting.model.kinds, parts["head"]
-    ends = parts["embedding"], head
+    kinds, head, ends = setting.kinds, parts["head"], (parts["embedding"], parts["head"])
     shares = [(parts[kind], count / len(kinds)) for kind, count in Counter(kinds).items()]
 
     def ns(graph: Graph) -> float:
@@ -217,7 +216,7 @@ def _estimate(setting: Setting, cluster: ClusterSpec, layer: _LayerPrice) -> Can
     steady = max(0, m - p) * (layer.pair_ns if pairs else serial) + min(m, p) * serial
     # The ends of the model lengthen their stages, for which all other stages wait.
     step = layers * (steady + (p - 1) * serial) + m * layer.ends_ns
-    kinds, chunks = setting.model.kinds, layout.chunks_of(0)
+    kinds, chunks = setting.kinds, layout.chunks_of(0)
     parameters = sum((chunk_parameters(layer.parts, layout, kinds, chunk) for chunk in chunks), Parameters())
     step += _sharing_ns(setting, cluster, parameters, step)
     width = DTYPE_BYTES[setting.dtype]

@@ -57,8 +57,8 @@ def linked(
     """
     if len(schedule.stages) != layout.pp or schedule.chunks != layout.chunks:
         raise ScheduleError(
-            f"schedule {schedule.name} has {len(schedule.stages)} stages and {schedule.chunks} chunks, "
-            f"the layout {layout.describe()} has {layout.pp} and {layout.chunks}"
+            f"schedule {schedule.name} has {len(schedule.stages)} stages and {schedule.chunks} chunks, the "
+            f"layout {layout.describe()} {layout.pp} and {layout.chunks}; set overlap.schedule to its own"
         )
     if schedule.micro_batches < 1:
         raise ScheduleError(f"schedule {schedule.name} has no micro-batches")
@@ -133,7 +133,8 @@ def _check_programs(schedule: Schedule, parts: Mapping[str, Part]) -> None:
     for sides, program in schedule.programs.items():
         label = f"schedule {schedule.name}: program {write_sides(sides)}"
         if any(side.unit not in parts for side in sides):
-            raise ScheduleError(f"{label} is for no part of the model")
+            remedy = "set train.recompute and parallel.tensor_degrees to what it was made with"
+            raise ScheduleError(f"{label} is for no part of the model; {remedy}")
         for side in sides:
             if side.kind is PassKind.END and Side(PassKind.BACKWARD, side.unit) not in sides:
                 raise ScheduleError(f"{label} takes up {side}, but has no B:{side.unit}")

@@ -6,6 +6,7 @@ import pytest
 
 from braid.actors.config import Config, ConfigError, load_config, parse_config
 from braid.jobs.training.layouts import MEASURED, fitting_layouts, layer_search
+from braid.scheduling.text.yaml_text import parse_yaml
 from tests.end_to_end.command import braid, losses_of, write_config, write_corpus
 
 pytestmark = pytest.mark.alone
@@ -27,6 +28,8 @@ def test_all_layouts_of_the_ranks_there_is_room_for() -> None:
     assert layouts(config_of(), 2) == {"dp 2", "tp 2", "pp 2"}
     assert layouts(config_of(), 1) == {"1 rank"}
     assert layouts(config_of(parallel={"auto": True, "tp": 2}), 4) == {"dp 2 x tp 2", "tp 2 x pp 2"}
+    for one in fitting_layouts(config_of(parallel={"auto": True, "zero": 1}), config_of().model.shape(64), 2):
+        assert parse_config(parse_yaml(one.to_yaml(), "it")).parallel.zero == (one.parallel.dp > 1)
     folded = config_of(overlap={"schedule": "braid", "pipeline": "v"})
     assert layouts(folded, 2) == {f"{axis} 2 (folded)" for axis in ("dp", "tp", "pp")}
 
@@ -34,6 +37,8 @@ def test_all_layouts_of_the_ranks_there_is_room_for() -> None:
 def test_fewer_ranks_where_more_do_not_suit_the_model() -> None:
     odd = config_of(model={**MODEL, "layers": 2}, train={"global_batch": 4, "micro_batch": 1})
     assert layouts(odd, 7) == layouts(odd, 6) == layouts(odd, 5) == layouts(odd, 4)
+    with pytest.raises(ConfigError, match="none has the degrees that are given; lower them"):
+        layouts(config_of(parallel={"auto": True, "tp": 2, "pp": 2}), 2)
     three = {"hidden": 60, "heads": 3, "kv_heads": 3, "vocabulary": 64}
     with pytest.raises(ConfigError, match=r"no layout of up to 2 ranks: .*parallel\.tp=2"):
         layouts(config_of(model=three, parallel={"auto": True, "tp": 2}), 2)

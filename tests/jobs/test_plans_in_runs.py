@@ -63,7 +63,7 @@ def test_the_run_executes_the_planned_schedule(plan: Path) -> None:
     [
         {},
         {"parallel": "auto"},
-        {"parallel": {"auto": True, "tp": 2}},
+        {"parallel": {"auto": True, "tp": 2, "zero": 1}},
         {"parallel": {"tp": 2}, "overlap": {"schedule": "braid"}},
         {"train": {**CONTENT["train"], "recompute": "auto"}, "overlap": {"schedule": "auto"}},
     ],
@@ -74,7 +74,7 @@ def test_a_plan_gives_what_the_configuration_leaves_open(plan: Path, sections: M
     config = with_plan(parse_config(content), plan)
     assert (config.layout().tp, config.layout().pp, config.layout().ranks) == (2, 2, 4)
     assert config.overlap.schedule == "braid"
-    assert config.train.recompute == "none"
+    assert (config.train.recompute, config.parallel.zero) == ("none", 0)
     text = (plan.parent / "schedule.txt").read_text(encoding="utf-8")
     assert write(build_schedule(config, config.check(VOCABULARY))) == text
 

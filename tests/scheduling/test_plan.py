@@ -121,10 +121,12 @@ def test_what_is_left_out_for_its_memory_would_not_have_been_taken(share: float)
 
 
 def test_what_is_fixed_stays() -> None:
-    fixed = {"micro_batch": 2, "recompute": "fine", "schedule": ScheduleName("megatron"), "fixed": {"tp": 2}}
+    recompute = f"2*fine {SMALL.layers - 2}*full"
+    named = ScheduleName("megatron")
+    fixed = {"micro_batch": 2, "recompute": recompute, "schedule": named, "fixed": {"tp": 2}}
     found = plan_layout(Search(model=SMALL, global_batch=32, **fixed), cluster(nodes=2, gpus=4)).setting
     assert (found.layout.tp, found.workload.micro_batch) == (2, 2)
-    assert (found.recompute, found.schedule) == ("fine", "megatron")
+    assert (found.recompute, found.schedule) == (recompute, "megatron")
     slots = replace(setting("braid", tp=4, pp=2, micro_batches=8), pipeline="eager_w", hop=3)
     assert [*variants(slots, PART_BY_PART)] == [slots]
 
