@@ -49,7 +49,7 @@ class SetConfig(Section):
 class DataConfig(Section):
     """The corpus. `PYTHON_STDLIB` among the files stands for the sources of Python's standard library."""
 
-    # paths, patterns, folders or URLs; python-stdlib: Python's sources
+    # paths, patterns or URLs; python-stdlib: Python's sources
     files: tuple[str, ...] = (PYTHON_STDLIB,)
     hub: HubConfig | None = None  # in place of files
     mixture: tuple[SetConfig, ...] = ()  # in place of files: sets with weights

@@ -109,31 +109,6 @@ def pair_pieces(simulation: Simulation, run: BlockRun) -> tuple[list[DrawnOperat
     return next((pair for pair in pairs if any(piece.kind == "L" for piece in pair[0])), pairs[0])
 
 
-def pair_text(
-    simulation: Simulation, run: BlockRun, width: int = 100
-) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Return rows for the terminal: a stream's name and its pieces (text, kind: F, B, L or blank).
-
-    Every piece begins with the letter of its kind, so that it is recognisable without colours.
-    """
-    shown, _ = pair_pieces(simulation, run)
-    rows = []
-    for stream in Stream:
-        pieces: list[tuple[str, str]] = []
-        column = 0
-        for piece in sorted(shown, key=lambda piece: piece.begin):
-            first, last = round(piece.begin * width), round(piece.end * width)
-            if piece.stream is not stream or last <= max(first, column):
-                continue
-            pieces.append((" " * (first - column), ""))
-            room = last - max(first, column)
-            label = piece.label if piece.kind == "L" else f"{piece.kind}:{piece.label}"
-            pieces.append((label[: room - 1].ljust(room - 1) + "▏" if room > 1 else piece.kind, piece.kind))
-            column = last
-        rows.append((stream.value, pieces))
-    return rows
-
-
 def pair_svg(simulation: Simulation, run: BlockRun, title: str) -> str:
     """Draw a paired block as SVG: blue is the forward strand, green the backward strand, pale an earlier
     end."""

@@ -1,4 +1,4 @@
-"""Guesses what an unknown name stands for: a key, preset, schedule, choice or command.
+"""Guesses what an unknown name stands for: a key, preset, schedule or choice.
 
 The first of these is taken: a known name that differs only in case, dashes and dots; Braid's name for another
 system's word; a similar name.

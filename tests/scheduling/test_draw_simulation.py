@@ -10,13 +10,11 @@ import pytest
 from braid.scheduling.cost.picture import (
     moving,
     pair_svg,
-    pair_text,
     paired_run,
     pipeline_rows,
     pipeline_svg,
 )
 from braid.scheduling.cost.simulate import Simulation
-from braid.scheduling.mesh.cluster import Stream
 from braid.scheduling.model.presets.library import cluster_preset
 from braid.scheduling.plan.decide import simulate_setting
 from braid.scheduling.trace.arrays import length, shares
@@ -83,16 +81,9 @@ def test_the_picture_of_the_readme_is_what_is_drawn_today(update_golden: bool) -
     assert PICTURE.read_text(encoding="utf-8") == drawn
 
 
-def test_rows_are_streams_and_pieces_fill_them_in_order() -> None:
+def test_the_block_that_is_drawn_has_two_passes() -> None:
     found = simulated("braid:w")
     run = paired_run(found)
     assert run is not None
     assert run in paired_runs(found)[0]
-    for width in (30, 80):
-        rows = pair_text(found, run, width)
-        assert [name for name, _ in rows] == [stream.value for stream in Stream]
-        assert all(sum(len(text) for text, _ in pieces) <= width for _, pieces in rows)
-        pieces = [piece for _, row in rows for piece in row if piece[1]]
-        assert {kind for _, kind in pieces} == {"F", "B", "L"}
-        assert all(text[0] == kind for text, kind in pieces), "told without colours"
     assert len(moving(run)) == 2

@@ -49,8 +49,7 @@ def give_back_what_is_free() -> None:
 def set_aside_what_lasts() -> None:
     """Exclude all objects that exist now (modules, the model, the schedule) from garbage collection.
 
-    A step that records some ten thousand spans makes as many objects, which would trigger a collection over
-    hundreds of thousands of torch's objects in every step or two.
+    The spans of every step or two would trigger a collection over torch's hundreds of thousands of objects.
     """
     gc.collect(
         1

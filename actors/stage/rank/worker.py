@@ -129,9 +129,8 @@ class Worker(Logged, Rank):
         self._membership.graph = parts.executor.graph
         parts.executor.ended = partial(parts.recorder.meet, self.rank, parts.told_along)
         if self._samples is not None and (count := self._samples.validation_micro_batches):
-            kinds = parts.sizes.kinds
-            validation = validation_schedule(layout, kinds, count, parts.parts)
-            code = linked(validation, layout, kinds, parts.parts)
+            validation = validation_schedule(layout, parts.sizes.kinds, count, parts.parts)
+            code = linked(validation, layout, parts.sizes.kinds, parts.parts)
             self._evaluator = parts.bind(code, recorder=parts.recorder)
         stage = parts.code.stages[mesh.position["pp"]]
         self._saboteur = Saboteur(plan.faults, self.rank, plan.config.run_directory, stage)
