@@ -28,7 +28,7 @@ demo: setup  ## see what hiding communication is worth: two ranks over an emulat
 
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
-test: setup  ## run the tests that protect training, in two processes: 27 minutes on two cores
+test: setup  ## run the tests that protect training, in two processes: 18 minutes on two cores
 	$(PYTEST) --durations 40 -m "not thorough"
 
 test-all: setup  ## run all tests: proofs of papers, benchmarks, long drills and repetitions too

@@ -3,8 +3,7 @@
 import gc
 import subprocess
 import sys
-import weakref
-from unittest.mock import DEFAULT, MagicMock, patch
+from unittest.mock import DEFAULT, MagicMock, call, patch
 
 import pytest
 import torch
@@ -74,22 +73,17 @@ def test_the_next_tensor_of_a_size_costs_no_page_faults() -> None:
 
 
 def test_what_lasts_is_set_aside_until_the_rank_leaves() -> None:
-    class Model:
-        pass
-
-    model = Model()
-    model.itself, gone = model, weakref.ref(model)  # type: ignore[attr-defined]
     set_aside_what_lasts()
     try:
         assert gc.get_freeze_count() > 100 * len(gc.get_objects())
-        del model
-        gc.collect()
-        assert gone() is not None
-        with patch.object(worker, "keep_freed_memory"):
-            worker.Worker(0, "127.0.0.1").leave()
-        assert gone() is None
     finally:
         gc.unfreeze()
+    with patch.object(worker, "keep_freed_memory"), patch.object(worker, "gc") as collector:
+        rank = worker.Worker(0, "127.0.0.1")
+        rank.leave()
+        assert collector.mock_calls == [call.unfreeze(), call.collect()]
+        rank.close()
+    assert len(collector.mock_calls) == 2, "a process that ends looks at no objects"
 
 
 def test_ranks_set_both_up() -> None:

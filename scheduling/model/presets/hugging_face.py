@@ -186,7 +186,7 @@ def _content(path: Path) -> dict[str, Any]:
             raise ValueError("it holds no keys and values")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        of_a_run = "of a run, `braid checkpoint export` writes it (of adapters, with --merge)"
+        of_a_run = "`braid checkpoint export RUN` writes it, for adapters with `... --merge`"
         raise ValueError(f"{path} cannot be read: {reason}; model.initial needs it; {of_a_run}") from None
     return content
 
