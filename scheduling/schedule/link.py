@@ -118,7 +118,7 @@ class _Linker:
     """Names of a chunk's units -> its layout; equal chunks share frame and operators."""
     _roles: dict[tuple[PassKind, int], _Role] = field(default_factory=dict)
     _blocks: dict[tuple[object, ...], _Unrolled] = field(default_factory=dict)
-    _ends_of_messages: dict[tuple[object, ...], tuple[Frame, int]] = field(default_factory=dict)
+    _ends_of_messages: dict[tuple[object, ...], tuple[tuple[Frame], tuple[int]]] = field(default_factory=dict)
     """(pass kind, chunk, whether sent) -> frame and register that a message is sent from or received in."""
     _begun: set[Reduce] = field(default_factory=set)
     """Gradient sums that the stage's blocks have started so far."""
@@ -341,16 +341,15 @@ class _Linker:
                 register = frame.exit(moved.forward) if sent else frame.entry(moved.forward)
             if frame is None or register is None:
                 raise ValueError(f"nothing for {moved} comes from another stage")
-            self._ends_of_messages[key] = frame, register
-        frame, register = self._ends_of_messages[key]
-        at = (register,)
+            self._ends_of_messages[key] = (frame,), (register,)
+        frames, at = self._ends_of_messages[key]
         operation: Operation  # constructed, as `dataclasses.replace` takes ten times as long
         if isinstance(instruction, Start):
             operation = Start(message, reads=at) if sent else Start(message, writes=at)
         else:
             operation = Wait(message, frees=at) if sent else Wait(message, writes=at)
         assert pass_ is not None
-        return Stretch(instruction, (pass_,), (frame,), (operation,))
+        return Stretch(instruction, (pass_,), frames, (operation,))
 
     def _chunk(self, chunk: int) -> ChunkLayout:
         if chunk not in self._chunks:
